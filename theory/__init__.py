@@ -1,0 +1,1 @@
+"""theory: how tokens must turn inside a Pre-Norm transformer."""
