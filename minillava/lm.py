@@ -1,0 +1,225 @@
+"""A Pre-Norm decoder language model in one file, shaped like Llama.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional tied embeddings, a key-value cache. Parameter
+names are those of Llama checkpoints, so their weights load without renaming. The Post-Norm block at the end is the
+control of the experiment: there the residual *is* re-normalised, and inertia should not appear.
+
+The model consumes embeddings, not ids, because in a vision-language model some of its tokens never had an id:
+
+    logits = lm(lm.embed_tokens(input_ids))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class LMConfig:
+    """Sizes of the decoder. `post_norm=True` swaps every block for the Post-Norm control."""
+
+    vocab_size: int = 320
+    width: int = 96
+    depth: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 256
+    rope_theta: float = 10_000.0
+    eps: float = 1e-5
+    tie_embeddings: bool = True
+    post_norm: bool = False
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight. Statistics in fp32 whatever the input's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * rstd).to(x.dtype)
+
+
+def rotary_table(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, T, hs) of the rotation of each pair of channels at each position (B, T)."""
+    frequency = theta ** (-torch.arange(0, head_size, 2, device=positions.device).float() / head_size)  # (hs/2,)
+    angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, hs/2)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel i together with channel i + hs/2 (Llama's pairing)."""
+    cos, sin = rotary
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+
+
+def build_mask(document_ids: Tensor, queries: int | None = None) -> Tensor:
+    """The one attention mask: causal, and only within a document.
+
+    `document_ids` (B, S) numbers the documents that are packed into a row; padding is 0. Padding attends to padding,
+    so no row of the mask is ever empty (an empty row is a NaN). Returns booleans (B, 1, queries, S), the last
+    `queries` rows (all by default).
+    """
+    S = document_ids.shape[1]
+    order = torch.arange(S, device=document_ids.device)
+    causal = order[:, None] >= order[None, :]  # (S, S)
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # (B, S, S)
+    return (causal & same)[:, None, S - (queries or S) :]
+
+
+def build_positions(document_ids: Tensor) -> Tensor:
+    """Position of each token inside its own document (B, T): it does not depend on padding or on neighbours."""
+    T = document_ids.shape[1]
+    order = torch.arange(T, device=document_ids.device).expand_as(document_ids)
+    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    return order - torch.where(starts, order, 0).cummax(dim=1).values
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, in buffers allocated once."""
+
+    def __init__(self, config: LMConfig, batch: int, capacity: int, device=None, dtype=None):
+        shape = (config.depth, 2, batch, config.kv_heads, capacity, config.width // config.heads)
+        self.buffer = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, kv, T, hs) after what is there; return everything up to and with it."""
+        end = self.length + k.shape[2]
+        self.buffer[layer, 0, :, :, self.length : end] = k
+        self.buffer[layer, 1, :, :, self.length : end] = v
+        return self.buffer[layer, 0, :, :, :end], self.buffer[layer, 1, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; hands out q and k (both rotated), so that a probe can recompute the map."""
+
+    def __init__(self, config: LMConfig, layer: int):
+        super().__init__()
+        self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.head_size = config.width // config.heads
+        self.q_proj = nn.Linear(config.width, config.heads * self.head_size, bias=False)
+        self.k_proj = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.v_proj = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.o_proj = nn.Linear(config.heads * self.head_size, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary, mask: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.heads, self.head_size).transpose(1, 2)  # (B, nh, T, hs)
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)  # (B, kv, T, hs)
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)  # (B, kv, T, hs)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, kv, S, hs)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, nh, T, hs)
+        return self.o_proj(mixed.transpose(1, 2).reshape(B, T, -1)), q, k
+
+
+class MLP(nn.Module):
+    """SwiGLU: one half decides how much of the other half passes."""
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.hidden, bias=False)
+        self.up_proj = nn.Linear(config.width, config.hidden, bias=False)
+        self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-Norm: the branches see a normalised token, the residual is never normalised. Inertia lives here."""
+
+    def __init__(self, config: LMConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, config.eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.width, config.eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_states: Tensor, rotary, mask: Tensor, cache: KVCache | None = None):
+        update, q, k = self.self_attn(self.input_layernorm(hidden_states), rotary, mask, cache)
+        after_attn = hidden_states + update  # (B, T, D)
+        after_mlp = after_attn + self.mlp(self.post_attention_layernorm(after_attn))  # (B, T, D)
+        return after_mlp, {"attn": after_attn, "mlp": after_mlp, "q": q, "k": k}
+
+
+class PostNormBlock(Block):
+    """The control: normalise after every addition, so that no token can stay loud (same parameters, same cost)."""
+
+    def forward(self, hidden_states: Tensor, rotary, mask: Tensor, cache: KVCache | None = None):
+        update, q, k = self.self_attn(hidden_states, rotary, mask, cache)
+        after_attn = self.input_layernorm(hidden_states + update)  # (B, T, D)
+        after_mlp = self.post_attention_layernorm(after_attn + self.mlp(after_attn))  # (B, T, D)
+        return after_mlp, {"attn": after_attn, "mlp": after_mlp, "q": q, "k": k}
+
+
+class LM(nn.Module):
+    """Embeddings (B, T, D) to logits (B, T, V).
+
+    `document_ids` (B, S) numbers the documents of each row, 0 for padding; without it the whole row is one document.
+    With a `cache`, the S tokens are those in the cache followed by the T new ones. `return_states=True` returns
+    `(logits, states)`: every residual state in order ("embedding", "block0.attn", "block0.mlp", ...) and each block's
+    q (B, nh, T, hs) and k (B, kv, S, hs).
+
+    Raises ValueError when heads do not divide the width or kv_heads do not divide heads.
+    """
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        if config.width % config.heads or config.heads % config.kv_heads:
+            raise ValueError(
+                f"heads={config.heads} must divide width={config.width}, "
+                f"and kv_heads={config.kv_heads} must divide heads={config.heads}"
+            )
+        self.config = config
+        block = PostNormBlock if config.post_norm else Block
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(block(config, i) for i in range(config.depth))
+        self.norm = RMSNorm(config.width, config.eps)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.apply(self._init_weights)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        return_states: bool = False,
+    ):
+        B, T, _ = inputs_embeds.shape
+        if document_ids is None:
+            seen = T if cache is None else cache.length + T
+            document_ids = torch.ones(B, seen, dtype=torch.long, device=inputs_embeds.device)
+        mask = build_mask(document_ids, queries=T)  # (B, 1, T, S)
+        positions = build_positions(document_ids)[:, -T:]  # (B, T)
+        rotary = rotary_table(positions, self.config.width // self.config.heads, self.config.rope_theta)
+
+        hidden_states = inputs_embeds
+        states = {"embedding": hidden_states}
+        for i, layer in enumerate(self.layers):
+            hidden_states, record = layer(hidden_states, rotary, mask, cache)
+            if return_states:
+                states |= {f"block{i}.{name}": value for name, value in record.items()}
+        if cache is not None:
+            cache.length += T
+        logits = self.lm_head(self.norm(hidden_states))  # (B, T, V)
+        return (logits, states) if return_states else logits
