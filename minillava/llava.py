@@ -9,6 +9,7 @@ enter the residual stream.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -99,12 +100,13 @@ def build_arm(config: LLaVAConfig, embeddings: Tensor) -> nn.Module:
 class MiniLLaVA(nn.Module):
     """A small LLaVA.
 
-    `input_ids` (B, T) hold `image_token_id` at every place that a visual token fills: N consecutive ones for each image.
-    Images come either as pixels (I, 3, S, S) or as features (I, N, Dv) of the frozen tower, in the order in which their
-    placeholders appear, row by row. Returns logits (B, T, V), and with `return_states=True` also the states of the LM
-    (see `lm.LM`).
+    `input_ids` (B, T) hold `image_token_id` at every place that a visual token fills: N consecutive ones per image.
+    Images come either as pixels (I, 3, S, S) or as features (I, N, Dv) of the frozen tower (perhaps pooled to a smaller
+    N), in the order in which their placeholders appear, row by row. Returns logits (B, T, V), and with
+    `return_states=True` also the states of the LM (see `lm.LM`).
 
-    Pass trained towers to build on them; the arm's gain is then read off the LM's embedding table.
+    Pass trained towers to build on them; the arm's gain is then read off the LM's embedding table. Raises ValueError if
+    a tower is not the one that `config` describes.
     """
 
     def __init__(self, config: LLaVAConfig, vision: ViT | None = None, lm: LM | None = None):
@@ -112,6 +114,8 @@ class MiniLLaVA(nn.Module):
         self.config = config
         self.vision = vision if vision is not None else ViT(config.vision)
         self.lm = lm if lm is not None else LM(config.lm)
+        if self.vision.config != config.vision or self.lm.config != config.lm:
+            raise ValueError(f"the towers are {self.vision.config} and {self.lm.config}, but the config says {config}")
         self.projector = Projector(config.vision.width, config.lm.width)
         self.arm = build_arm(config, self.lm.embed_tokens.weight)
 
@@ -146,20 +150,20 @@ class MiniLLaVA(nn.Module):
         inputs_embeds = self.lm.embed_tokens(input_ids)
         placeholders = input_ids == self.config.image_token_id  # (B, T)
         if pixel_values is None and features is None:
-            self._check_counts(placeholders, 0, sample_ids)
+            self._check_counts(placeholders, 0, self.config.vision.num_patches, sample_ids)
             return inputs_embeds
         visual = self.visual_tokens(pixel_values, features)  # (I, N, D)
-        self._check_counts(placeholders, len(visual), sample_ids)
+        self._check_counts(placeholders, visual.shape[0], visual.shape[1], sample_ids)
         return inputs_embeds.masked_scatter(placeholders[..., None], visual.to(inputs_embeds.dtype))
 
-    def _check_counts(self, placeholders: Tensor, images: int, sample_ids: list[str] | None) -> None:
-        N = self.config.vision.num_patches
+    @staticmethod
+    def _check_counts(placeholders: Tensor, images: int, N: int, sample_ids: list[str] | None) -> None:
         if int(placeholders.sum()) == images * N and not bool((placeholders.sum(1) % N).any()):
             return
         counts = placeholders.sum(1).tolist()
-        odd = next((row for row, count in enumerate(counts) if count % N), None)
-        if odd is None:  # each row is whole, so the images run out (or are left over) somewhere: name the last with any
-            odd = max((row for row, count in enumerate(counts) if count), default=0)
+        seen = list(accumulate(counts))
+        broken = [row for row, count in enumerate(counts) if count % N or seen[row] > images * N]
+        odd = broken[0] if broken else len(counts) - 1  # every row is served, and images are left after the last
         name = f"sample '{sample_ids[odd]}'" if sample_ids else f"row {odd}"
         raise ValueError(
             f"{name}: {counts[odd]} image tokens; the batch has {sum(counts)} image tokens "
@@ -210,10 +214,14 @@ class MiniLLaVA(nn.Module):
 
         Rows of different length are padded on the *left*, with `document_ids` 0 on the padding: a batch then gives what
         its rows give alone. `temperature=0` is greedy. Image tokens are never sampled.
+
+        Raises ValueError for rows that end in padding, and as `embed` does.
         """
         B, T = input_ids.shape
         if document_ids is None:
             document_ids = torch.ones_like(input_ids)
+        if not bool(document_ids[:, -1].all()):
+            raise ValueError("a row ends in padding (document id 0), so it can't be continued: pad on the left")
         inputs_embeds = self.embed(input_ids, pixel_values, features)
         cache = KVCache(self.lm.config, B, T + max_new_tokens, inputs_embeds.device, inputs_embeds.dtype)
         done = torch.zeros(B, dtype=torch.bool, device=input_ids.device)

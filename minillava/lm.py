@@ -71,10 +71,11 @@ def build_mask(document_ids: Tensor, queries: int | None = None) -> Tensor:
     `queries` rows (all by default).
     """
     S = document_ids.shape[1]
+    first = 0 if queries is None else S - queries
     order = torch.arange(S, device=document_ids.device)
-    causal = order[:, None] >= order[None, :]  # (S, S)
-    same = document_ids[:, :, None] == document_ids[:, None, :]  # (B, S, S)
-    return (causal & same)[:, None, S - (queries or S) :]
+    causal = order[first:, None] >= order[None, :]  # (queries, S)
+    same = document_ids[:, first:, None] == document_ids[:, None, :]  # (B, queries, S)
+    return (causal & same)[:, None]
 
 
 def build_positions(document_ids: Tensor) -> Tensor:
@@ -95,7 +96,9 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, kv, T, hs) after what is there; return everything up to and with it."""
-        end = self.length + k.shape[2]
+        end, capacity = self.length + k.shape[2], self.buffer.shape[4]
+        if end > capacity:
+            raise ValueError(f"the cache holds {capacity} tokens, and these would make {end}")
         self.buffer[layer, 0, :, :, self.length : end] = k
         self.buffer[layer, 1, :, :, self.length : end] = v
         return self.buffer[layer, 0, :, :, :end], self.buffer[layer, 1, :, :, :end]
@@ -173,14 +176,15 @@ class LM(nn.Module):
     `(logits, states)`: every residual state in order ("embedding", "block0.attn", "block0.mlp", ...) and each block's
     q (B, nh, T, hs) and k (B, kv, S, hs).
 
-    Raises ValueError when heads do not divide the width or kv_heads do not divide heads.
+    Raises ValueError when heads do not divide the width evenly or kv_heads do not divide heads, when `document_ids` are
+    not one for each of the S tokens, or when the cache is full.
     """
 
     def __init__(self, config: LMConfig):
         super().__init__()
-        if config.width % config.heads or config.heads % config.kv_heads:
+        if config.width % (2 * config.heads) or config.heads % config.kv_heads:
             raise ValueError(
-                f"heads={config.heads} must divide width={config.width}, "
+                f"heads={config.heads} must divide width={config.width} into an even size (RoPE turns pairs), "
                 f"and kv_heads={config.kv_heads} must divide heads={config.heads}"
             )
         self.config = config
@@ -206,9 +210,11 @@ class LM(nn.Module):
         return_states: bool = False,
     ):
         B, T, _ = inputs_embeds.shape
+        seen = T if cache is None else cache.length + T
         if document_ids is None:
-            seen = T if cache is None else cache.length + T
             document_ids = torch.ones(B, seen, dtype=torch.long, device=inputs_embeds.device)
+        if document_ids.shape != (B, seen):
+            raise ValueError(f"document_ids must be ({B}, {seen}), one for each token, got {tuple(document_ids.shape)}")
         mask = build_mask(document_ids, queries=T)  # (B, 1, T, S)
         positions = build_positions(document_ids)[:, -T:]  # (B, T)
         rotary = rotary_table(positions, self.config.width // self.config.heads, self.config.rope_theta)

@@ -67,7 +67,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
-        hidden = int(config.width * config.mlp_ratio)
+        hidden = round(config.width * config.mlp_ratio)  # int() could lose one to rounding: 1152 * (4304 / 1152)
         self.fc1 = nn.Linear(config.width, hidden)
         self.fc2 = nn.Linear(hidden, config.width)
 
@@ -100,7 +100,7 @@ class ViT(nn.Module):
     residual state of every block in order ("embedding", "block0.attn", "block0.mlp", ...), class token included, with
     each block's q and k (B, nh, N, hs) beside them.
 
-    Raises ValueError for images of another size, or a width that the heads do not divide.
+    Raises ValueError for images of another size, a width that the heads do not divide, or a layer that is not there.
     """
 
     def __init__(self, config: ViTConfig):
@@ -111,6 +111,7 @@ class ViT(nn.Module):
                 f"and patch_size={config.patch_size} must divide image_size={config.image_size}"
             )
         self.config = config
+        self.blocks_below(config.feature_layer)  # fail now rather than at the first image
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.class_token else None
         self.pos_embed = nn.Parameter(torch.zeros(1, config.num_patches + config.class_token, config.width))
@@ -125,6 +126,13 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
 
+    def blocks_below(self, layer: int) -> int:
+        """How many blocks produce residual state `layer`, where negative ones count from the last block's output."""
+        depth = self.config.depth
+        if not -depth - 1 <= layer <= depth:
+            raise ValueError(f"layer {layer} is not there: {depth} blocks have residual states 0 to {depth}")
+        return layer % (depth + 1)
+
     def embed(self, pixel_values: Tensor) -> Tensor:
         size = self.config.image_size
         if pixel_values.shape[1:] != (3, size, size):
@@ -135,7 +143,7 @@ class ViT(nn.Module):
         return x + self.pos_embed
 
     def forward(self, pixel_values: Tensor, layer: int | None = None, return_states: bool = False):
-        last = range(self.config.depth + 1)[self.config.feature_layer if layer is None else layer]
+        last = self.blocks_below(self.config.feature_layer if layer is None else layer)
         hidden_states = self.embed(pixel_values)
         states = {"embedding": hidden_states}
         features = hidden_states
