@@ -1,0 +1,516 @@
+"""How tokens turn, layer by layer: the paper's measurements on a trained model, with theory's predictions beside them.
+
+One observed forward pass becomes an `Observation`: residual states, queries and keys, and which token is visual. All
+geometry works on observations and does not know which model they came from. Angles are radians, norms are in the units
+of the embeddings, statistics are taken over tokens, and every result is a dict (or `Trace.to_dict()`) of numbers, lists
+and numpy arrays. Functions that average take one `Batch` or an iterable of them and keep only running sums.
+
+*Visual* tokens are those at image placeholders. *Text* tokens are all other tokens of documents that hold an image:
+padding and text-only documents count in neither, so the two modalities are compared in each other's company.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillava.data import IGNORE, Batch
+from minillava.llava import MiniLLaVA
+from minillava.lm import build_mask
+from theory.rotation import adjacent_cosine, step_angle
+
+MODALITIES = ("visual", "text")
+
+
+# Observing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Observation:
+    """What one forward pass leaves behind; nothing else of a model is needed below.
+
+    `states` holds the residual stream in order: the LM's input, then the state after every step; a state whose name
+    ends in ".mlp" closes a layer. The last one must be the stream itself, taken *before* the final norm.
+    """
+
+    states: dict[str, Tensor]  # each (B, T, D)
+    queries: list[Tensor]  # of each layer (B, nh, T, hs), as they enter the dot product
+    keys: list[Tensor]  # of each layer (B, kv, T, hs)
+    mask: Tensor  # (B, 1, T, T), True where a query may look
+    visual: Tensor  # (B, T) booleans
+    text: Tensor  # (B, T) booleans
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the LM's input and of every layer's output."""
+        names = list(self.states)
+        return names[:1] + [name for name in names if name.endswith(".mlp")]
+
+
+def modalities(batch: Batch, image_token_id: int) -> tuple[Tensor, Tensor]:
+    """Masks (B, T) of visual tokens and of text tokens in documents with an image."""
+    document_ids = batch.document_ids
+    visual = (batch.input_ids == image_token_id) & (document_ids > 0)
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # (B, T, T)
+    with_image = (same & visual[:, None, :]).any(dim=-1)  # (B, T)
+    return visual, with_image & ~visual & (document_ids > 0)
+
+
+@torch.no_grad()
+def observe(model: MiniLLaVA, batch: Batch, visual_scale: float = 1.0) -> Observation:
+    """Run our model once and keep its states; `visual_scale` multiplies visual tokens as they enter the LM.
+
+    Raises ValueError if no row has an image.
+    """
+    weight = model.projector.fc1.weight
+    batch = batch.to(weight.device)
+    visual, text = modalities(batch, model.config.image_token_id)
+    if not visual.any():
+        raise ValueError(f"no visual token in a batch of shape {tuple(visual.shape)}: nothing to compare text with")
+    inputs_embeds = model.embed(batch.input_ids, **batch.images(weight.dtype), sample_ids=batch.sample_ids)
+    inputs_embeds = torch.where(visual[..., None], inputs_embeds * visual_scale, inputs_embeds)  # (B, T, D)
+    _, record = model.lm(inputs_embeds, batch.document_ids, return_states=True)
+    return Observation(
+        states={name: value for name, value in record.items() if name.split(".")[-1] not in ("q", "k")},
+        queries=[value for name, value in record.items() if name.endswith(".q")],
+        keys=[value for name, value in record.items() if name.endswith(".k")],
+        mask=build_mask(batch.document_ids),
+        visual=visual,
+        text=text,
+    )
+
+
+def _each(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
+    return [batches] if isinstance(batches, Batch) else batches
+
+
+# Geometry of steps ---------------------------------------------------------------------------------------------------
+
+
+class Moments:
+    """Mean, standard deviation and harmonic mean of values that arrive in pieces, in constant memory. Skips NaN."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares, self.inverse = 0, 0.0, 0.0, 0.0
+
+    def add(self, values: Tensor) -> None:
+        values = values[~values.isnan()].double()
+        if len(values) == 0:
+            return
+        mean, count = values.mean().item(), self.count + len(values)
+        shift = mean - self.mean
+        # Sums of squared deviations add up once each piece is moved to the common mean (Chan et al.): no cancellation.
+        self.squares += (values - mean).square().sum().item() + shift**2 * self.count * len(values) / count
+        self.mean += shift * len(values) / count
+        self.inverse += values.reciprocal().sum().item()
+        self.count = count
+
+    def summary(self) -> dict[str, float]:
+        """{"mean", "std", "harmonic"}; NaN when nothing was added."""
+        if self.count == 0:
+            return dict.fromkeys(("mean", "std", "harmonic"), math.nan)
+        harmonic = self.count / self.inverse if self.inverse else math.nan
+        return {"mean": self.mean, "std": math.sqrt(self.squares / self.count), "harmonic": harmonic}
+
+
+def angle_between(x: Tensor, y: Tensor) -> Tensor:
+    """Angle of vectors (..., D) in radians (...), NaN where one of them is zero.
+
+    Kahan's form: acos of a dot product would lose half of the digits near 0 and π.
+    """
+    x, y = (v / v.norm(dim=-1, keepdim=True) for v in (x.double(), y.double()))
+    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
+
+
+def step_geometry(before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    """One step of tokens (M, D): norm n, update C, angle φ (NaN if C = 0), turn θ and cosine cos θ, each (M,) (R1).
+
+    The update is the difference of the states, so it holds what rounding did to the stream, too; in float64 the
+    difference of two narrower floats adds no rounding of its own.
+    """
+    before, after = before.double(), after.double()
+    update = after - before
+    turn = angle_between(before, after)
+    return {
+        "norm": before.norm(dim=-1),
+        "update": update.norm(dim=-1),
+        "angle": angle_between(before, update),
+        "turn": turn,
+        "cosine": turn.cos(),
+    }
+
+
+def predict(step: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn and cosine that theory gives each token from its own n, C and φ (R1, R5)."""
+    n, C, angle = (step[name].cpu().numpy() for name in ("norm", "update", "angle"))
+    angle = np.where(C == 0, 0.0, angle)  # a step of size zero has no direction and needs none
+    return {
+        "turn": torch.as_tensor(step_angle(n, C, angle)),
+        "cosine": torch.as_tensor(adjacent_cosine(n, C, angle)),
+    }
+
+
+@dataclass
+class Trace:
+    """Means over tokens: `data[modality][key]` is an array over steps (2L), layers (L) or states (2L + 1).
+
+    steps   norm, update, angle, turn, cosine, each with `_std`; norm_harmonic; direction_agreement, the mean cosine
+            between the turning directions of two tokens (0 if they are symmetrically distributed, A3)
+            predicted_turn, predicted_cosine      theory from every token's own n, C, φ: explains everything
+            turn_at_means, turn_at_harmonic       theory from the mean (or harmonic mean) n and the mean C, φ (R6)
+            turn_at_shared                        the same from the mean n and the C, φ of both modalities (A1, A2)
+    layers  layer_cosine, layer_cosine_std        the paper's update rate (RQ3)
+    states  state_norm, state_norm_std, state_norm_harmonic, input_cosine, input_cosine_std
+
+    `formula_error` is the largest difference between theory and measurement over all tokens and steps, of the turn
+    (radians) and of the cosine.
+    """
+
+    steps: list[str]
+    tokens: dict[str, int]
+    data: dict[str, dict[str, np.ndarray]]
+    formula_error: dict[str, float]
+
+    def to_dict(self) -> dict:
+        """Plain lists for JSON; a mean over no tokens is None."""
+        data = {
+            modality: {key: [x if math.isfinite(x) else None for x in row.tolist()] for key, row in rows.items()}
+            for modality, rows in self.data.items()
+        }
+        return {"steps": self.steps, "tokens": self.tokens, "data": data, "formula_error": self.formula_error}
+
+
+def trace(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> Trace:
+    """Follow our model's tokens through its layers: `trace_observations` on `observe`."""
+    return trace_observations(observe(model, batch) for batch in _each(batches))
+
+
+def trace_observations(observations: Iterable[Observation]) -> Trace:
+    """Statistics of every step, layer and state over all tokens of all observations.
+
+    Raises ValueError where a token's state is zero or not finite (it has no direction), and without any observation.
+    """
+    follow = {modality: _Follower() for modality in MODALITIES}
+    steps: list[str] = []
+    for seen in observations:
+        steps = list(seen.states)[1:]
+        for modality, follower in follow.items():
+            mask = getattr(seen, modality)  # (B, T)
+            follower.add({name: state[mask].double() for name, state in seen.states.items()}, seen.layers, modality)
+    if not steps:
+        raise ValueError("nothing to trace: no batch was given")
+    data = {modality: follower.summary() for modality, follower in follow.items() if follower.tokens}
+    _add_predictions_from_means(data)
+    return Trace(
+        steps=steps,
+        tokens={modality: follower.tokens for modality, follower in follow.items()},
+        data=data,
+        formula_error={key: max(follower.error[key] for follower in follow.values()) for key in ("turn", "cosine")},
+    )
+
+
+class _Follower:
+    """Running statistics of one modality's tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.moments: dict[tuple[str, int], Moments] = defaultdict(Moments)
+        self.directions: dict[int, Tensor] = {}  # sum of unit turning directions, by step
+        self.error = {"turn": 0.0, "cosine": 0.0}
+
+    def add(self, states: dict[str, Tensor], layers: list[str], modality: str) -> None:
+        """Take the states (M, D) of M more tokens."""
+        first = next(iter(states.values()))
+        if len(first) == 0:
+            return
+        self.tokens += len(first)
+        for i, (name, state) in enumerate(states.items()):
+            norm = state.norm(dim=-1)
+            if not bool((norm.isfinite() & (norm > 0)).all()):
+                raise ValueError(f"state '{name}': a {modality} token is zero or not finite, so it has no direction")
+            self.moments["state_norm", i].add(norm)
+            self.moments["input_cosine", i].add(angle_between(first, state).cos())
+        for i, step in enumerate(pairwise(states.values())):
+            self._add_step(i, *step)
+        for i, (start, end) in enumerate(pairwise(layers)):
+            cosine = angle_between(states[start], states[end]).cos()
+            self.moments["layer_cosine", i].add(cosine)
+
+    def _add_step(self, i: int, before: Tensor, after: Tensor) -> None:
+        step = step_geometry(before, after)
+        for key, values in step.items():
+            self.moments[key, i].add(values)
+        for key, values in predict(step).items():
+            self.moments[f"predicted_{key}", i].add(values)
+            self.error[key] = max(self.error[key], (values - step[key].cpu()).abs().max().item())
+        unit = before / step["norm"][:, None]  # (M, D)
+        sideways = (after - before) - ((after - before) * unit).sum(-1, keepdim=True) * unit
+        self.directions[i] = self.directions.get(i, 0) + F.normalize(sideways, dim=-1).sum(dim=0)  # (D,)
+
+    def summary(self) -> dict[str, np.ndarray]:
+        rows: dict[str, list[float]] = defaultdict(list)
+        for (key, _), moments in sorted(self.moments.items()):
+            mean, std, harmonic = moments.summary().values()
+            rows[key].append(mean)
+            rows[f"{key}_std"].append(std)
+            if key in ("norm", "state_norm"):
+                rows[f"{key}_harmonic"].append(harmonic)
+        M = self.tokens
+        for _, total in sorted(self.directions.items()):  # ||sum||² = M + sum over pairs of different tokens
+            rows["direction_agreement"].append((float(total @ total) - M) / (M * (M - 1)) if M > 1 else math.nan)
+        return {key: np.array(values) for key, values in rows.items()}
+
+
+def _add_predictions_from_means(data: dict[str, dict[str, np.ndarray]]) -> None:
+    """What theory says when it is told only means, as the paper's argument is (R6, A1, A2)."""
+    update, angle = (np.mean([rows[key] for rows in data.values()], axis=0) for key in ("update", "angle"))
+    for rows in data.values():
+        rows["turn_at_means"] = _turn(rows["norm"], rows["update"], rows["angle"])
+        rows["turn_at_harmonic"] = _turn(rows["norm_harmonic"], rows["update"], rows["angle"])
+        rows["turn_at_shared"] = _turn(rows["norm"], update, angle)
+
+
+def _turn(norm: np.ndarray, update: np.ndarray, angle: np.ndarray) -> np.ndarray:
+    return np.asarray(step_angle(norm, update, np.where(np.isnan(angle), 0.0, angle)))  # φ is NaN only where C = 0
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores q·k/√hs and weights (B, nh, T, S) of queries (B, nh, T, hs) for keys (B, kv, S, hs) under a mask."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, nh, S, hs): each key head serves a group
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return scores, scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+
+
+def attention_mass(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> dict:
+    """Share of their attention that text tokens after an image give to it.
+
+    Returns `mass` (L,), the mean over heads and queries; `uniform`, the share that even attention would give; and
+    `queries`, how many there were. Raises ValueError if no text follows an image.
+    """
+    mass: dict[int, Moments] = defaultdict(Moments)
+    uniform = Moments()
+    for batch in _each(batches):
+        seen = observe(model, batch)
+        visible = seen.mask & seen.visual[:, None, None, :]  # (B, 1, T, T)
+        after = seen.text & visible.any(dim=-1)[:, 0]  # (B, T)
+        uniform.add((visible.sum(-1) / seen.mask.sum(-1))[:, 0][after])
+        for i, (q, k) in enumerate(zip(seen.queries, seen.keys, strict=True)):
+            weights = attention(q, k, seen.mask)[1]  # (B, nh, T, T)
+            mass[i].add((weights * visible).sum(-1).mean(1)[after])
+    if uniform.count == 0:
+        raise ValueError("no text token comes after an image, so no query can look at one")
+    return {
+        "mass": np.array([moments.mean for moments in mass.values()]),
+        "uniform": uniform.mean,
+        "queries": uniform.count,
+    }
+
+
+def asking_positions(batch: Batch) -> Tensor:
+    """Where each row decides its first answer token (B,): before its first label, or its last token if it has none."""
+    position = torch.arange(batch.labels.shape[1], device=batch.labels.device).expand_as(batch.labels)
+    last = torch.where(batch.document_ids > 0, position, 0).amax(dim=1)
+    supervised = batch.labels != IGNORE
+    return torch.where(supervised.any(dim=1), supervised.int().argmax(dim=1) - 1, last)
+
+
+def _at_query(seen: Observation, positions: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Every layer's scores and weights (B, nh, S) of one query a row, and where the image it sees lies (B, N)."""
+    rows = torch.arange(len(positions), device=seen.visual.device)
+    positions = positions.to(rows.device)
+    mask = seen.mask[rows, :, positions][:, :, None]  # (B, 1, 1, S)
+    visible = mask[:, 0, 0] & seen.visual  # (B, S)
+    counts = visible.sum(dim=1)
+    if bool((counts != counts[0]).any()) or counts[0] == 0:
+        raise ValueError(f"each row's query must see the same number of visual tokens, > 0; got {counts.tolist()}")
+    layers = []
+    for q, k in zip(seen.queries, seen.keys, strict=True):
+        scores, weights = attention(q[rows, :, positions][:, :, None], k, mask)  # (B, nh, 1, S)
+        layers.append((scores[:, :, 0], weights[:, :, 0]))
+    return layers, visible.nonzero()[:, 1].view(len(rows), -1)
+
+
+def attention_map(model: MiniLLaVA, batch: Batch, positions: Tensor | None = None) -> dict:
+    """Where on the image one query of each row looks, by default the one that decides the first answer token.
+
+    `positions` (B,) chooses other queries. Returns `maps` (B, L, side, side), mean over heads, whose sum is the mass on
+    the image, and `positions`. Raises ValueError unless each query sees exactly one square image.
+    """
+    positions = asking_positions(batch) if positions is None else positions
+    layers, image = _at_query(observe(model, batch), positions)
+    side = math.isqrt(image.shape[1])
+    if side**2 != image.shape[1]:
+        raise ValueError(f"{image.shape[1]} visual tokens are not one square image")
+    maps = [weights.mean(dim=1).gather(1, image).view(-1, side, side) for _, weights in layers]
+    return {"maps": torch.stack(maps, dim=1).float().cpu().numpy(), "positions": positions.cpu().numpy()}
+
+
+def signal(
+    model: MiniLLaVA,
+    batch: Batch,
+    relevant: Tensor,
+    scales: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0),
+    positions: Tensor | None = None,
+) -> dict:
+    """The paper's signal at the asking token, as a function of how loud visual tokens are.
+
+    `relevant` (B, N) marks the visual tokens that hold the answer. Every factor of `scales` multiplies the visual
+    tokens before they enter the LM. Returns arrays (scales, L), means over rows and heads: `difference`, the score
+    q·k/√hs of relevant keys less that of irrelevant ones; `standardised`, the same over the standard deviation of the
+    irrelevant scores, and `standardised_best`, that of the best head; `mass`, the attention on relevant tokens. Beside
+    them `scale`, `norm_visual` (scales,), `norm_text`, and `relevant_share`, the share of visual tokens that are
+    relevant. Raises ValueError unless every row has at least one relevant and two irrelevant tokens.
+    """
+    positions = asking_positions(batch) if positions is None else positions
+    rows: dict[str, list] = defaultdict(list)
+    for scale in scales:
+        seen = observe(model, batch, visual_scale=scale)
+        norms = next(iter(seen.states.values())).norm(dim=-1)  # (B, T)
+        layers, image = _at_query(seen, positions)
+        hit = _check_relevant(relevant, image)[:, None]  # (B, 1, N)
+        measured = [_signal_of_layer(scores, weights, image, hit) for scores, weights in layers]
+        for key in measured[0]:
+            rows[key].append([layer[key] for layer in measured])
+        rows["scale"].append(float(scale))
+        rows["norm_visual"].append(norms[seen.visual].mean().item())
+    norm_text = norms[seen.text].mean().item()
+    return {k: np.array(v) for k, v in rows.items()} | {
+        "norm_text": norm_text,
+        "relevant_share": hit.float().mean().item(),
+    }
+
+
+def _check_relevant(relevant: Tensor, image: Tensor) -> Tensor:
+    if relevant.shape != image.shape or relevant.dtype != torch.bool:
+        raise ValueError(
+            f"relevant must be booleans {tuple(image.shape)}, got {relevant.dtype} {tuple(relevant.shape)}"
+        )
+    bad = (relevant.sum(1) < 1) | ((~relevant).sum(1) < 2)
+    if bool(bad.any()):
+        raise ValueError(f"row {int(bad.nonzero()[0])} needs at least 1 relevant and 2 irrelevant visual tokens")
+    return relevant.to(image.device)
+
+
+def _signal_of_layer(scores: Tensor, weights: Tensor, image: Tensor, hit: Tensor) -> dict[str, float]:
+    """Signal of one layer from scores and weights (B, nh, S), image positions (B, N) and relevance (B, 1, N)."""
+    where = image[:, None].expand(-1, scores.shape[1], -1)  # (B, nh, N)
+    scores, weights = scores.gather(2, where).double(), weights.gather(2, where).double()
+    others = (scores * ~hit).sum(-1) / (~hit).sum(-1)  # (B, nh)
+    spread = ((scores - others[..., None]).square() * ~hit).sum(-1).div((~hit).sum(-1)).sqrt()
+    difference = (scores * hit).sum(-1) / hit.sum(-1) - others
+    standardised = difference / spread.clamp_min(1e-30)  # equal scores everywhere: 0, not NaN
+    return {
+        "difference": difference.mean().item(),
+        "standardised": standardised.mean().item(),
+        "standardised_best": standardised.mean(dim=0).max().item(),
+        "mass": (weights * hit).sum(-1).mean().item(),
+    }
+
+
+# Content -------------------------------------------------------------------------------------------------------------
+
+
+def visual_states(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> list[Tensor]:
+    """Every image's visual tokens (I, N, D) at the LM's input and after every layer, on the CPU in float32."""
+    pieces = []
+    for batch in _each(batches):
+        seen = observe(model, batch)
+        images = len(next(iter(batch.images().values())))
+        layers = [seen.states[name][seen.visual] for name in seen.layers]  # each (I * N, D)
+        pieces.append([tokens.unflatten(0, (images, -1)).float().cpu() for tokens in layers])
+    return [torch.cat(layer) for layer in zip(*pieces, strict=True)]
+
+
+def content_probe(
+    states: Sequence[Tensor], cells: Tensor, ridge: float = 1e-2, test_fraction: float = 0.5, seed: int = 0
+) -> dict:
+    """What each visual token says about its own cell: a linear probe per layer, scored on held-out images.
+
+    states: of every layer (I, N, D); cells: integer classes (I, N), negative where a token has none. The probe is ridge
+    regression onto one-hot targets, in closed form, on channels standardised over the training tokens (so neither
+    the size of the tokens nor a constant added to them matters); `ridge` is relative to the number of tokens. Returns
+    `accuracy` (layers,), `chance` (always naming the most frequent class of the training images), `tokens` tested.
+    Raises ValueError for shapes that disagree, or when a side of the split is empty.
+    """
+    if any(state.shape[:2] != cells.shape for state in states):
+        raise ValueError(f"states {[tuple(s.shape) for s in states]} and cells {tuple(cells.shape)} must share (I, N)")
+    order = torch.randperm(len(cells), generator=torch.Generator().manual_seed(seed))
+    held_out = order[: round(test_fraction * len(cells))]
+    in_test = torch.zeros_like(cells, dtype=torch.bool).index_fill_(0, held_out, True)
+    train, test = (cells >= 0) & ~in_test, (cells >= 0) & in_test  # (I, N): whole images
+    if not (train.any() and test.any()):
+        raise ValueError(
+            f"{len(cells)} images with test_fraction={test_fraction} leave no token to train or to test on"
+        )
+    targets = F.one_hot(cells[train]).double()  # (M, K)
+    frequent = targets.sum(0).argmax()
+    accuracy = []
+    for state in states:
+        x, held = state[train].double(), state[test].double()  # (M, D)
+        mean, std = x.mean(0), x.std(0).clamp_min(1e-30)
+        x, held = (x - mean) / std, (held - mean) / std
+        gram = x.T @ x + ridge * len(x) * torch.eye(x.shape[1], dtype=x.dtype)  # (D, D)
+        weights = torch.linalg.solve(gram, x.T @ (targets - targets.mean(0)))  # (D, K)
+        guess = (held @ weights + targets.mean(0)).argmax(-1)
+        accuracy.append((guess == cells[test]).double().mean().item())
+    chance = (cells[test] == frequent).double().mean().item()
+    return {"accuracy": np.array(accuracy), "chance": chance, "tokens": int(test.sum())}
+
+
+# The interface -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def interface_norms(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> dict:
+    """Norms on the way from the vision tower into the LM (RQ1, RQ2): each {"mean", "std", "harmonic"} over tokens.
+
+    `encoder_blocks`: patches after the embedding and every ViT block, lists, if the batches hold pixels; `encoder`: the
+    features; `projector`: after it; `visual`: after the arm, as the LM receives them; `text`: the batches' text
+    tokens; `vocabulary`: non-zero rows of the embedding table, whose mean is T. `ratio_text` and `ratio_vocabulary` are
+    visual over text means; `gain` has the arm's mean |g| and ||g||, or is None.
+    """
+    moments: dict[str, Moments] = defaultdict(Moments)
+    blocks: dict[str, Moments] = defaultdict(Moments)
+    table = model.lm.embed_tokens.weight
+    for batch in _each(batches):
+        batch = batch.to(table.device)
+        images = batch.images(table.dtype)
+        if "pixel_values" in images:
+            features, states = model.vision(images["pixel_values"], return_states=True)
+            for name, state in states.items():
+                if name == "embedding" or name.endswith(".mlp"):
+                    blocks[name].add(_norms(state[:, int(model.config.vision.class_token) :]))
+        else:
+            features = images["features"]
+        projected = model.projector(features)
+        text = batch.input_ids[modalities(batch, model.config.image_token_id)[1]]
+        tokens = {"encoder": features, "projector": projected, "visual": model.arm(projected), "text": table[text]}
+        for name, values in tokens.items():
+            moments[name].add(_norms(values))
+    vocabulary = _norms(table)
+    moments["vocabulary"].add(vocabulary[vocabulary > 1e-6])
+    result: dict = {name: value.summary() for name, value in moments.items()}
+    if blocks:
+        summaries = [value.summary() for value in blocks.values()]
+        result["encoder_blocks"] = {key: [summary[key] for summary in summaries] for key in ("mean", "std", "harmonic")}
+    gain = getattr(model.arm, "weight", None)
+    return result | {
+        "ratio_text": result["visual"]["mean"] / result["text"]["mean"],
+        "ratio_vocabulary": result["visual"]["mean"] / result["vocabulary"]["mean"],
+        "gain": None if gain is None else {"mean": gain.abs().mean().item(), "norm": gain.norm().item()},
+    }
+
+
+def _norms(x: Tensor) -> Tensor:
+    return x.double().norm(dim=-1).flatten()
