@@ -15,8 +15,8 @@ LARGEST_BF16 = (2 - 2.0**-MANTISSA_BITS) * 2.0**127
 
 
 def _exponent(values: Floats) -> Floats:
-    """⌊log₂|w|⌋, not below that of the subnormals."""
-    return np.maximum(np.frexp(values)[1] - 1, SMALLEST_EXPONENT)
+    """⌊log₂|w|⌋, not below that of the subnormals, which zero joins."""
+    return np.where(values == 0, SMALLEST_EXPONENT, np.maximum(np.frexp(values)[1] - 1, SMALLEST_EXPONENT))
 
 
 def round_to_bf16(values: ArrayLike) -> Floats:
@@ -71,8 +71,8 @@ def _bf16_argument(weight: ArrayLike) -> Floats:
 def all_bf16() -> Floats:
     """Every finite bf16 number once (the two zeros are one), ascending: 65,279 of them."""
     bits = np.arange(2**16, dtype=np.uint32) << 16
-    values = bits.view(np.float32).astype(np.float64)
-    return np.unique(values[np.isfinite(values)])
+    values = bits.view(np.float32)
+    return np.unique(values[np.isfinite(values)].astype(np.float64)) + 0.0  # and not −0
 
 
 def frozen_from(step: float) -> float:
