@@ -66,15 +66,10 @@ def modalities(batch: Batch, image_token_id: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def observe(model: MiniLLaVA, batch: Batch, visual_scale: float = 1.0) -> Observation:
-    """Run our model once and keep its states; `visual_scale` multiplies visual tokens as they enter the LM.
-
-    Raises ValueError if no row has an image.
-    """
+    """Run our model once and keep its states; `visual_scale` multiplies visual tokens as they enter the LM."""
     weight = model.projector.fc1.weight
     batch = batch.to(weight.device)
     visual, text = modalities(batch, model.config.image_token_id)
-    if not visual.any():
-        raise ValueError(f"no visual token in a batch of shape {tuple(visual.shape)}: nothing to compare text with")
     inputs_embeds = model.embed(batch.input_ids, **batch.images(weight.dtype), sample_ids=batch.sample_ids)
     inputs_embeds = torch.where(visual[..., None], inputs_embeds * visual_scale, inputs_embeds)  # (B, T, D)
     _, record = model.lm(inputs_embeds, batch.document_ids, return_states=True)
@@ -180,12 +175,16 @@ class Trace:
     formula_error: dict[str, float]
 
     def to_dict(self) -> dict:
-        """Plain lists for JSON; a mean over no tokens is None."""
-        data = {
-            modality: {key: [x if math.isfinite(x) else None for x in row.tolist()] for key, row in rows.items()}
-            for modality, rows in self.data.items()
-        }
-        return {"steps": self.steps, "tokens": self.tokens, "data": data, "formula_error": self.formula_error}
+        return plain(vars(self))
+
+
+def plain(result):
+    """A result of this module as JSON takes it: arrays become lists, and what has no value (NaN) becomes None."""
+    if isinstance(result, dict):
+        return {key: plain(value) for key, value in result.items()}
+    if isinstance(result, np.ndarray | list):
+        return [plain(value) for value in (result.tolist() if isinstance(result, np.ndarray) else result)]
+    return None if isinstance(result, float) and math.isnan(result) else result
 
 
 def trace(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> Trace:
@@ -193,10 +192,11 @@ def trace(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> Trace:
     return trace_observations(observe(model, batch) for batch in _each(batches))
 
 
+@torch.no_grad()
 def trace_observations(observations: Iterable[Observation]) -> Trace:
     """Statistics of every step, layer and state over all tokens of all observations.
 
-    Raises ValueError where a token's state is zero or not finite (it has no direction), and without any observation.
+    Raises ValueError where a token's state is zero or not finite (it has no direction), and without any visual token.
     """
     follow = {modality: _Follower() for modality in MODALITIES}
     steps: list[str] = []
@@ -205,8 +205,8 @@ def trace_observations(observations: Iterable[Observation]) -> Trace:
         for modality, follower in follow.items():
             mask = getattr(seen, modality)  # (B, T)
             follower.add({name: state[mask].double() for name, state in seen.states.items()}, seen.layers, modality)
-    if not steps:
-        raise ValueError("nothing to trace: no batch was given")
+    if follow["visual"].tokens == 0:
+        raise ValueError("no visual token in any batch: there is nothing to trace")
     data = {modality: follower.summary() for modality, follower in follow.items() if follower.tokens}
     _add_predictions_from_means(data)
     return Trace(
@@ -223,7 +223,8 @@ class _Follower:
     def __init__(self) -> None:
         self.tokens = 0
         self.moments: dict[tuple[str, int], Moments] = defaultdict(Moments)
-        self.directions: dict[int, Tensor] = {}  # sum of unit turning directions, by step
+        self.directions: dict[int, Tensor] = defaultdict(lambda: torch.zeros(()))  # sum of unit turning directions
+        self.turned: dict[int, int] = defaultdict(int)  # tokens that did turn, by step
         self.error = {"turn": 0.0, "cosine": 0.0}
 
     def add(self, states: dict[str, Tensor], layers: list[str], modality: str) -> None:
@@ -253,7 +254,9 @@ class _Follower:
             self.error[key] = max(self.error[key], (values - step[key].cpu()).abs().max().item())
         unit = before / step["norm"][:, None]  # (M, D)
         sideways = (after - before) - ((after - before) * unit).sum(-1, keepdim=True) * unit
-        self.directions[i] = self.directions.get(i, 0) + F.normalize(sideways, dim=-1).sum(dim=0)  # (D,)
+        length = sideways.norm(dim=-1, keepdim=True)
+        self.directions[i] = self.directions[i] + (sideways / length).nan_to_num(0).sum(dim=0).cpu()  # (D,)
+        self.turned[i] += int((length > 0).sum())
 
     def summary(self) -> dict[str, np.ndarray]:
         rows: dict[str, list[float]] = defaultdict(list)
@@ -263,8 +266,8 @@ class _Follower:
             rows[f"{key}_std"].append(std)
             if key in ("norm", "state_norm"):
                 rows[f"{key}_harmonic"].append(harmonic)
-        M = self.tokens
-        for _, total in sorted(self.directions.items()):  # ||sum||² = M + sum over pairs of different tokens
+        for i, total in self.directions.items():  # ||sum of M units||² = M + sum of cosines over pairs of tokens
+            M = self.turned[i]
             rows["direction_agreement"].append((float(total @ total) - M) / (M * (M - 1)) if M > 1 else math.nan)
         return {key: np.array(values) for key, values in rows.items()}
 
@@ -279,7 +282,9 @@ def _add_predictions_from_means(data: dict[str, dict[str, np.ndarray]]) -> None:
 
 
 def _turn(norm: np.ndarray, update: np.ndarray, angle: np.ndarray) -> np.ndarray:
-    return np.asarray(step_angle(norm, update, np.where(np.isnan(angle), 0.0, angle)))  # φ is NaN only where C = 0
+    turn, known = np.full(len(norm), np.nan), ~np.isnan(angle)  # no token with C > 0, no mean φ
+    turn[known] = step_angle(norm[known], update[known], angle[known])
+    return turn
 
 
 # Attention -----------------------------------------------------------------------------------------------------------
@@ -287,6 +292,7 @@ def _turn(norm: np.ndarray, update: np.ndarray, angle: np.ndarray) -> np.ndarray
 
 def attention(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Scores q·k/√hs and weights (B, nh, T, S) of queries (B, nh, T, hs) for keys (B, kv, S, hs) under a mask."""
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, nh, S, hs): each key head serves a group
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     return scores, scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
@@ -425,8 +431,10 @@ def visual_states(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> list[Te
     """Every image's visual tokens (I, N, D) at the LM's input and after every layer, on the CPU in float32."""
     pieces = []
     for batch in _each(batches):
+        images = len(next(iter(batch.images().values()), ()))
+        if images == 0:
+            continue
         seen = observe(model, batch)
-        images = len(next(iter(batch.images().values())))
         layers = [seen.states[name][seen.visual] for name in seen.layers]  # each (I * N, D)
         pieces.append([tokens.unflatten(0, (images, -1)).float().cpu() for tokens in layers])
     return [torch.cat(layer) for layer in zip(*pieces, strict=True)]
@@ -486,6 +494,8 @@ def interface_norms(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> dict:
     for batch in _each(batches):
         batch = batch.to(table.device)
         images = batch.images(table.dtype)
+        if not images:
+            continue
         if "pixel_values" in images:
             features, states = model.vision(images["pixel_values"], return_states=True)
             for name, state in states.items():
