@@ -1,13 +1,31 @@
-"""Batches: what every model in this house eats."""
+"""Conversations, rendered once into arrays, and the batches cut from them.
+
+A batch is a pure function of (pool, seed, step): to resume a run, nothing of the loader needs to be saved but the step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE = -100  # label of a token that is not supervised
+from minillava.tokenizer import IGNORE, IMAGE_MARK, PAD, Tokenizer, render
+
+
+@dataclass
+class Sample:
+    """One conversation: (question, answer) turns, the images that its `<image>` marks stand for, a kind for each turn.
+
+    `images` are indices into a pool of pictures.
+    """
+
+    id: str
+    turns: list[tuple[str, str | None]]
+    images: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -25,3 +43,91 @@ class Batch:
     pixels: Tensor | None = None
     features: Tensor | None = None
     sample_ids: list[str] | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+    @property
+    def supervised(self) -> int:
+        """How many tokens the loss averages over; position 0 has no prediction."""
+        return int((self.labels[:, 1:] != IGNORE).sum())
+
+    def images(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The images as keyword arguments of `MiniLLaVA.forward`, if there are any."""
+        if self.features is not None:
+            return {"features": self.features.to(dtype)} if len(self.features) else {}
+        if self.pixels is not None and len(self.pixels):
+            return {"pixel_values": normalize(self.pixels, dtype)}
+        return {}
+
+
+def normalize(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 pixels to floats in [-1, 1]."""
+    return pixels.to(dtype) / 127.5 - 1
+
+
+class Pool:
+    """Samples rendered into padded arrays, with the pictures (or the frozen tower's features) they refer to.
+
+    Raises ValueError, naming the sample, when a conversation's `<image>` marks and images differ in number or when
+    nothing in it is supervised.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        tokenizer: Tokenizer,
+        image_tokens: int,
+        pixels: Tensor | None = None,
+        features: Tensor | None = None,
+    ):
+        self.samples = samples
+        self.pixels, self.features = pixels, features
+        rows = [self._render(sample, tokenizer, image_tokens) for sample in samples]
+        width = max((len(ids) for ids, _ in rows), default=1)
+        self.lengths = torch.tensor([len(ids) for ids, _ in rows])
+        self.input_ids = torch.full((len(rows), width), PAD)
+        self.labels = torch.full((len(rows), width), IGNORE)
+        for i, (ids, labels) in enumerate(rows):
+            self.input_ids[i, : len(ids)] = torch.tensor(ids)
+            self.labels[i, : len(ids)] = torch.tensor(labels)
+
+    @staticmethod
+    def _render(sample: Sample, tokenizer: Tokenizer, image_tokens: int) -> tuple[list[int], list[int]]:
+        marks = sum(question.count(IMAGE_MARK) for question, _ in sample.turns)
+        if marks != len(sample.images):
+            raise ValueError(f"sample '{sample.id}': {marks} <image> mark(s) but {len(sample.images)} image(s)")
+        ids, labels = render(tokenizer, sample.turns, image_tokens)
+        if all(label == IGNORE for label in labels):
+            raise ValueError(f"sample '{sample.id}': no supervised token, because it has no answer")
+        return ids, labels
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The batch of these rows, as short as its longest row."""
+        rows = torch.as_tensor(np.asarray(indices))
+        T = int(self.lengths[rows].max())
+        document_ids = (torch.arange(T) < self.lengths[rows][:, None]).long()  # (B, T)
+        batch = Batch(self.input_ids[rows, :T], self.labels[rows, :T], document_ids)
+        batch.sample_ids = [self.samples[i].id for i in indices]
+        images = torch.tensor([image for i in indices for image in self.samples[i].images], dtype=torch.long)
+        if self.features is not None:
+            batch.features = self.features[images]
+        elif self.pixels is not None:
+            batch.pixels = self.pixels[images]
+        return batch
+
+    def batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        """The batch of a training step: each epoch is one random order of all rows."""
+        return self.take(shuffled(len(self), step, batch_size, seed))
+
+
+def shuffled(n: int, step: int, batch_size: int, seed: int) -> np.ndarray:
+    """Row numbers of the batch of a step. Epochs are permutations; a rest smaller than a batch is left out of its epoch."""
+    batch_size = min(batch_size, n)
+    epoch, place = divmod(step, n // batch_size)
+    order = np.random.default_rng([seed, epoch]).permutation(n)
+    return order[place * batch_size : (place + 1) * batch_size]
