@@ -126,7 +126,7 @@ class Pool:
 
 
 def shuffled(n: int, step: int, batch_size: int, seed: int) -> np.ndarray:
-    """Row numbers of the batch of a step. Epochs are permutations; a rest smaller than a batch is left out of its epoch."""
+    """Row numbers of the batch of a step. Epochs are permutations; a rest smaller than a batch is left out."""
     batch_size = min(batch_size, n)
     epoch, place = divmod(step, n // batch_size)
     order = np.random.default_rng([seed, epoch]).permutation(n)

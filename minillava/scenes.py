@@ -46,7 +46,7 @@ def shape_of(cell: int) -> str:
 
 
 def sample_scenes(n: int, grid: int, rng: np.random.Generator, novel: bool = False) -> np.ndarray:
-    """Draw `n` scenes (n, grid²) of 1 to grid² objects; with `novel`, each has at least one pair held out of training."""
+    """Draw `n` scenes (n, grid²) of 1 to grid² objects; with `novel`, each holds a pair never seen in training."""
     cells = rng.choice(TRAINING_PAIRS, size=(n, grid * grid))
     rank = rng.permuted(np.tile(np.arange(grid * grid), (n, 1)), axis=1)  # a random order of the cells of each scene
     cells[rank >= rng.integers(1, grid * grid + 1, size=(n, 1))] = 0
@@ -135,9 +135,9 @@ def _ask_relation(scene: np.ndarray, full: np.ndarray, rng: np.random.Generator)
 # --- Questions about words alone: what MMLU is to a real model -------------------------------------------------------
 
 OPPOSITES = (
-    "hot cold, big small, fast slow, up down, early late, wet dry, open shut, full empty, hard soft, light dark, high low, "
-    "loud quiet, rich poor, old young, thick thin, wide narrow, deep shallow, sweet bitter, clean dirty, strong weak, "
-    "happy sad, near far, heavy weightless, rough smooth"
+    "hot cold, big small, fast slow, up down, early late, wet dry, open shut, full empty, hard soft, light dark, "
+    "high low, loud quiet, rich poor, old young, thick thin, wide narrow, deep shallow, sweet bitter, clean "
+    "dirty, strong weak, happy sad, near far, heavy weightless, rough smooth"
 )
 SEQUENCES = (
     "monday tuesday wednesday thursday friday saturday sunday",
@@ -145,14 +145,15 @@ SEQUENCES = (
     "spring summer autumn winter",
 )
 FACTS = (
-    "what colour is grass ? green; what colour is blood ? red; what colour is the sky ? blue; what colour is the sun ? yellow; "
-    "what colour is a plum ? purple; what colour is a tomato ? red; what colour is a lemon ? yellow; what colour is a frog ? "
-    "green; how many legs has a spider ? eight; how many legs has a cat ? four; how many legs has a bird ? two; how many legs "
-    "has an ant ? six; how many legs has a snake ? zero; how many sides has a triangle ? three; how many sides has a square ? "
-    "four; how many days has a week ? seven; how many months has a year ? twelve; how many wheels has a bicycle ? two; what "
-    "says a cow ? moo; what says a dog ? woof; what says a cat ? meow; what says a duck ? quack; where does a fish live ? "
-    "water; where does a bee live ? hive; where does a bird live ? nest; where does a bear live ? cave; what does a cow eat ? "
-    "grass; what does a cat eat ? fish; what does a bear eat ? honey; what does a mouse eat ? cheese"
+    "what colour is grass ? green; what colour is blood ? red; what colour is the sky ? blue; what colour is the "
+    "sun ? yellow; what colour is a plum ? purple; what colour is a tomato ? red; what colour is a lemon ? "
+    "yellow; what colour is a frog ? green; how many legs has a spider ? eight; how many legs has a cat ? four; "
+    "how many legs has a bird ? two; how many legs has an ant ? six; how many legs has a snake ? zero; how many "
+    "sides has a triangle ? three; how many sides has a square ? four; how many days has a week ? seven; how many"
+    " months has a year ? twelve; how many wheels has a bicycle ? two; what says a cow ? moo; what says a dog ? "
+    "woof; what says a cat ? meow; what says a duck ? quack; where does a fish live ? water; where does a bee "
+    "live ? hive; where does a bird live ? nest; where does a bear live ? cave; what does a cow eat ? grass; what"
+    " does a cat eat ? fish; what does a bear eat ? honey; what does a mouse eat ? cheese"
 )
 
 
@@ -177,7 +178,7 @@ def text_questions() -> dict[str, list[tuple[str, str]]]:
 
 
 def split_text_questions() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(replayed, tested), each a list of (kind, question, answer). What is tested is never replayed after pretraining."""
+    """(replayed, tested): lists of (kind, question, answer). The tested ones are never replayed after pretraining."""
     everything = [(kind, q, a) for kind, pairs in text_questions().items() for q, a in pairs]
     return [x for i, x in enumerate(everything) if i % 4], everything[::4]
 

@@ -31,9 +31,7 @@ class Tokenizer:
         self.model = model
         self.pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         if (self.pieces.pad_id(), self.pieces.unk_id(), self.pieces.eos_id()) != (PAD, UNKNOWN, END):
-            raise ValueError(
-                "this sentencepiece model was not made for minillava: pad, unk and end must be ids 0, 1, 2"
-            )
+            raise ValueError("not one of our sentencepiece models: pad, unk and end must be ids 0, 1, 2")
 
     @classmethod
     def train(cls, words: Iterable[str]) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What each training reads from the built-in world, and what each test asks. One seed per split, all from one number."""
+"""What each training reads from the built-in world, and what each test asks. One number seeds every split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE = "<image>"
 
 @dataclass
 class WorldConfig:
-    """Size of the world. `kinds` are the questions asked; a small language model learns only the first three in time."""
+    """Size of the world. `kinds` are the questions asked; a small LM learns only the first three in the time."""
 
     grid: int = 2
     image_size: int = 32
