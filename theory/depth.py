@@ -51,7 +51,7 @@ class Fate(NamedTuple):
 
 
 def fate(norm_v: ArrayLike, norm_t: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Fate:
-    """D1: order is kept iff c > −C/A, the squared gap grows iff c > 0, the ratio N_v/N_t shrinks iff c > −C/H.
+    """D1: order is kept iff c > −A/C, the squared gap grows iff c > 0, the ratio N_v/N_t shrinks iff c > −C/H.
 
     A and H are the arithmetic and harmonic mean of the norms. The gap |N_v − N_t| never grows, so that field is False
     everywhere; it is there because the paper's persistence says otherwise. The boundary c = 0 is φ = fl(π/2): its
@@ -65,7 +65,7 @@ def fate(norm_v: ArrayLike, norm_t: ArrayLike, update: ArrayLike, angle: ArrayLi
     c = np.cos(read["angle"])
     shape = np.broadcast_shapes(*(value.shape for value in read.values.values()))
     return Fate(
-        order_kept=np.broadcast_to(C + c * (v + t) / 2 > 0, shape)[()],
+        order_kept=np.broadcast_to((v + t) / 2 + C * c > 0, shape)[()],
         gap_grows=np.zeros(shape, bool)[()],
         squared_gap_grows=np.broadcast_to(read["angle"] < np.pi / 2, shape)[()],
         ratio_shrinks=np.broadcast_to(C + c * 2 * v * (t / (v + t)) > 0, shape)[()],
