@@ -6,7 +6,7 @@ A batch is a pure function of (pool, seed, step): to resume a run, nothing of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ class Batch:
     sample_ids: list[str] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     @property
     def supervised(self) -> int:
@@ -106,7 +106,7 @@ class Pool:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def take(self, indices: Sequence[int] | range | np.ndarray) -> Batch:
         """The batch of these rows, as short as its longest row."""
         rows = torch.as_tensor(np.asarray(indices))
         T = int(self.lengths[rows].max())

@@ -1,0 +1,132 @@
+"""What is saved, how, and how it comes back: safetensors for weights, JSON for the rest, atomically, strictly.
+
+A *model folder* (`save_model`, `load_model`) is what one generates from, probes, or starts a training with:
+
+    model.safetensors   every weight            config.json   sizes, arm, format version, where it came from
+    tokenizer.model     the sentencepiece model
+
+A *training state* (`save_state`, `load_state`) is one folder per saved step beside a run's metrics; it holds the
+weights, the optimiser and the random state, so that a resumed run ends in the same bits as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from minillava.llava import LLaVAConfig, MiniLLaVA
+from minillava.tokenizer import IMAGE, Tokenizer
+
+FORMAT = 1
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete, or of another model; the message says which, and where."""
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a new folder and move it into place: a kill leaves the old one or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    fill(partial)
+    if path.exists():
+        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        path.rename(old)
+        partial.rename(path)
+        shutil.rmtree(old)
+    else:
+        partial.rename(path)
+
+
+def save_model(
+    path: Path, model: MiniLLaVA, tokenizer: Tokenizer, notes: dict | None = None, half: bool = False
+) -> None:
+    """Write a model folder. `notes` say where it came from (command, seed, measures); `half` stores fp16."""
+    config = {"format": FORMAT, "model": model.config.to_dict(), "notes": notes or {}}
+
+    def fill(folder: Path) -> None:
+        weights = {name: w.half() if half else w for name, w in model.state_dict().items()}
+        if model.config.lm.tie_embeddings:
+            del weights["lm.lm_head.weight"]  # the same tensor as the embedding
+        safetensors.torch.save_file({k: w.contiguous().cpu() for k, w in weights.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / "tokenizer.model").write_bytes(tokenizer.model)
+
+    write_folder(path, fill)
+
+
+def load_model(path: Path, device: str = "cpu") -> tuple[MiniLLaVA, Tokenizer, dict]:
+    """Read a model folder: (model in fp32 and eval mode, tokenizer, notes).
+
+    Raises CheckpointError when a file is missing, of another format, or does not fit the config tensor for tensor.
+    """
+    config = _read_json(path / "config.json")
+    if config.get("format") != FORMAT:
+        raise CheckpointError(f"{path / 'config.json'}: format {config.get('format')}, this version reads {FORMAT}")
+    try:
+        tokenizer = Tokenizer.load(path / "tokenizer.model")
+        weights = safetensors.torch.load_file(path / "model.safetensors", device=device)
+        model = MiniLLaVA(LLaVAConfig.from_dict(config["model"]))
+        if model.config.lm.tie_embeddings:
+            weights["lm.lm_head.weight"] = weights.get("lm.embed_tokens.weight", torch.empty(0))
+        model.load_state_dict({k: w.float() for k, w in weights.items()}, strict=True)
+    except (OSError, safetensors.SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: cannot load this model folder: {reason[:300]}") from error
+    if len(tokenizer) != model.config.lm.vocab_size or model.config.image_token_id != IMAGE:
+        raise CheckpointError(f"{path}: tokenizer has {len(tokenizer)} pieces, model {model.config.lm.vocab_size}")
+    return model.to(device).eval(), tokenizer, config["notes"]
+
+
+def save_state(run: Path, step: int, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save a training state as `run/step-NNNNNN` and then drop the older ones."""
+
+    def fill(folder: Path) -> None:
+        safetensors.torch.save_model(model, str(folder / "model.safetensors"))
+        torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / "optimizer.pt")
+        (folder / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, "config": config}))
+
+    write_folder(run / f"step-{step:06d}", fill)
+    for older in sorted(run.glob("step-*"))[:-1]:
+        shutil.rmtree(older)
+
+
+def load_state(run: Path, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore the newest training state of a run in place; returns its step, 0 if there is none.
+
+    Raises CheckpointError when the state was made with another config: resuming would silently be another experiment.
+    """
+    newest = max(run.glob("step-*"), default=None)
+    if newest is None:
+        return 0
+    state = _read_json(newest / "state.json")
+    changed = [k for k in config | state["config"] if config.get(k) != state["config"].get(k)]
+    if changed:
+        was = ", ".join(f"{k}={state['config'].get(k)!r} (now {config.get(k)!r})" for k in changed)
+        raise CheckpointError(f"{newest}: was trained with {was}; use the same settings, or another output folder")
+    try:
+        safetensors.torch.load_model(model, str(newest / "model.safetensors"), strict=True)
+        saved = torch.load(newest / "optimizer.pt", weights_only=True)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{newest}: cannot resume from it: {' '.join(str(error).split())[:300]}") from error
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["rng"])
+    return state["step"]
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: not found; is {path.parent} a model or run folder of minillava?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
