@@ -63,8 +63,9 @@ def vit_from_timm(timm_model: nn.Module, feature_layer: int = -2) -> ViT:
     head = ("head.", "fc_norm.", "attn_pool.")
     tensors = {name: t for name, t in timm_model.state_dict().items() if not name.startswith(head)}
     for i in range(config.depth):
-        _fold_scale(tensors, f"blocks.{i}.ls1.gamma", f"blocks.{i}.attn.proj")
-        _fold_scale(tensors, f"blocks.{i}.ls2.gamma", f"blocks.{i}.mlp.fc2")
+        for scale, linear in (("ls1", "attn.proj"), ("ls2", "mlp.fc2")):
+            if f"blocks.{i}.{scale}.gamma" in tensors:
+                _fold_scale(tensors, f"blocks.{i}.{scale}.gamma", f"blocks.{i}.{linear}", source)
     if isinstance(timm_model.norm, nn.Identity):  # its last norm belongs to the head; ours then starts as a fresh one
         tensors |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
     return _fill(ViT(config), tensors, source)
@@ -112,8 +113,8 @@ def vit_from_dinov2(directory: str | Path, image_size: int | None = None, featur
             names = [f"blocks.{i}.attention.attention.{part}.{kind}" for part in ("query", "key", "value")]
             if all(name in tensors for name in names):
                 tensors[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat([tensors.pop(name) for name in names])
-        _fold_scale(tensors, f"blocks.{i}.layer_scale1.lambda1", f"blocks.{i}.attn.proj")
-        _fold_scale(tensors, f"blocks.{i}.layer_scale2.lambda1", f"blocks.{i}.mlp.fc2")
+        for scale, linear in (("layer_scale1", "attn.proj"), ("layer_scale2", "mlp.fc2")):
+            _fold_scale(tensors, f"blocks.{i}.{scale}.lambda1", f"blocks.{i}.{linear}", source)
     if "pos_embed" in tensors:
         tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], isqrt(vit_config.num_patches))
     return _fill(ViT(vit_config), tensors, source)
@@ -186,15 +187,16 @@ def lm_from_gguf(path: str | Path) -> LM:
         tensor = torch.tensor(dequantize(packed.data, packed.tensor_type), dtype=torch.float32)
         words = packed.name.split(".")
         for word in heads.keys() & {*words}:
-            tensor = _unpair(tensor, heads[word])
+            tensor = _unpair(tensor, heads[word], lm_config.width // lm_config.heads)
         tensors[".".join(GGUF_NAMES.get(word, word) for word in words)] = tensor
     return _llama(lm_config, tensors, str(path))
 
 
-def _unpair(weight: Tensor, heads: int) -> Tensor:
-    """llama.cpp rotates neighbours (2i, 2i + 1) and stores the rows of q and k so; ours are i and i + hs/2."""
-    rows, width = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+def _unpair(weight: Tensor, heads: int, size: int) -> Tensor:
+    """llama.cpp rotates neighbours (2i, 2i + 1) and stores the rows of q and k so; ours are i and i + size/2."""
+    if len(weight) != heads * size:
+        return weight  # `_fill` will name it
+    return weight.unflatten(0, (heads, size // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _llama_config(config: dict, source: str) -> LMConfig:
@@ -260,19 +262,22 @@ def _read_directory(directory: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def _check_config(config: dict, needed: tuple[str, ...], fixed: dict[str, Any], source: str) -> None:
     """All of `needed` must be said; and our towers do the `fixed` things in one way, so this must be it (if said)."""
-    missing = [name for name in needed if config.get(name) is None]
-    if missing:
-        raise ValueError(f"{source} does not say its {', '.join(missing)}")
     for name, ours in fixed.items():
         if config.get(name, ours) != ours:
             raise ValueError(f"{source} has {name}={config[name]!r}, and only {ours!r} fits our model")
+    missing = [name for name in needed if config.get(name) is None]
+    if missing:
+        raise ValueError(f"{source} does not say its {', '.join(missing)}")
 
 
-def _fold_scale(tensors: dict[str, Tensor], scale: str, linear: str) -> None:
-    """LayerScale behind a linear layer is that layer with its outputs scaled: fold it in, if there is one."""
-    gamma = tensors.pop(scale, None)
-    for name in (f"{linear}.weight", f"{linear}.bias"):
-        if gamma is not None and name in tensors:
+def _fold_scale(tensors: dict[str, Tensor], scale: str, linear: str, source: str) -> None:
+    """LayerScale behind a linear layer is that layer with its outputs scaled: fold it in."""
+    if scale not in tensors:  # after folding it has no place, so `_fill` could not miss it
+        raise ValueError(f"{source} does not fit our ViT: {scale} is missing")
+    folded = [name for name in (f"{linear}.weight", f"{linear}.bias") if name in tensors]
+    if all(len(tensors[name]) == len(tensors[scale]) for name in folded):  # else `_fill` will name them
+        gamma = tensors.pop(scale)
+        for name in folded:
             tensors[name] = torch.einsum("o,o...->o...", gamma, tensors[name])
 
 
@@ -280,8 +285,8 @@ def _resample_positions(pos_embed: Tensor, side: int) -> Tensor:
     """Stretch the learned positions (1, 1 + n², D) of an n×n grid over side×side; the class token keeps its own."""
     class_token, grid = pos_embed[:, :1].float(), pos_embed[:, 1:].float()
     n, D = isqrt(grid.shape[1]), grid.shape[2]
-    if n == side:
-        return pos_embed
+    if n == side or n * n != grid.shape[1]:
+        return pos_embed  # as it should be, or what `_fill` will name
     grid = grid.transpose(1, 2).view(1, D, n, n)
     grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)  # (1, D, side, side)
     return torch.cat([class_token, grid.flatten(2).transpose(1, 2)], dim=1)
