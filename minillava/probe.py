@@ -91,15 +91,15 @@ def _each(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
 
 
 class Moments:
-    """Mean, standard deviation and harmonic mean of values that arrive in pieces, in constant memory. Skips NaN."""
+    """Mean, standard deviation and harmonic mean of values that arrive in pieces, in constant memory."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares, self.inverse = 0, 0.0, 0.0, 0.0
 
     def add(self, values: Tensor) -> None:
-        values = values[~values.isnan()].double()
         if len(values) == 0:
             return
+        values = values.double()
         mean, count = values.mean().item(), self.count + len(values)
         shift = mean - self.mean
         # Sums of squared deviations add up once each piece is moved to the common mean (Chan et al.): no cancellation.
@@ -175,6 +175,7 @@ class Trace:
     formula_error: dict[str, float]
 
     def to_dict(self) -> dict:
+        """The trace as JSON takes it."""
         return plain(vars(self))
 
 
@@ -248,7 +249,7 @@ class _Follower:
     def _add_step(self, i: int, before: Tensor, after: Tensor) -> None:
         step = step_geometry(before, after)
         for key, values in step.items():
-            self.moments[key, i].add(values)
+            self.moments[key, i].add(values[step["update"] > 0] if key == "angle" else values)
         for key, values in predict(step).items():
             self.moments[f"predicted_{key}", i].add(values)
             self.error[key] = max(self.error[key], (values - step[key].cpu()).abs().max().item())
@@ -333,7 +334,10 @@ def asking_positions(batch: Batch) -> Tensor:
 
 def _at_query(seen: Observation, positions: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Every layer's scores and weights (B, nh, S) of one query a row, and where the image it sees lies (B, N)."""
-    rows = torch.arange(len(positions), device=seen.visual.device)
+    B, T = seen.visual.shape
+    if positions.shape != (B,) or not bool(((positions >= 0) & (positions < T)).all()):
+        raise ValueError(f"positions must be {B} numbers from 0 to {T - 1}, one a row, got {positions.tolist()}")
+    rows = torch.arange(B, device=seen.visual.device)
     positions = positions.to(rows.device)
     mask = seen.mask[rows, :, positions][:, :, None]  # (B, 1, 1, S)
     visible = mask[:, 0, 0] & seen.visual  # (B, S)
@@ -344,14 +348,15 @@ def _at_query(seen: Observation, positions: Tensor) -> tuple[list[tuple[Tensor, 
     for q, k in zip(seen.queries, seen.keys, strict=True):
         scores, weights = attention(q[rows, :, positions][:, :, None], k, mask)  # (B, nh, 1, S)
         layers.append((scores[:, :, 0], weights[:, :, 0]))
-    return layers, visible.nonzero()[:, 1].view(len(rows), -1)
+    return layers, visible.nonzero()[:, 1].view(B, -1)
 
 
 def attention_map(model: MiniLLaVA, batch: Batch, positions: Tensor | None = None) -> dict:
     """Where on the image one query of each row looks, by default the one that decides the first answer token.
 
     `positions` (B,) chooses other queries. Returns `maps` (B, L, side, side), mean over heads, whose sum is the mass on
-    the image, and `positions`. Raises ValueError unless each query sees exactly one square image.
+    the image, and `positions`. Raises ValueError unless each query sees exactly one square image, and for positions
+    that are not in the rows.
     """
     positions = asking_positions(batch) if positions is None else positions
     layers, image = _at_query(observe(model, batch), positions)
@@ -382,7 +387,7 @@ def signal(
     rows: dict[str, list] = defaultdict(list)
     for scale in scales:
         seen = observe(model, batch, visual_scale=scale)
-        norms = next(iter(seen.states.values())).norm(dim=-1)  # (B, T)
+        norms = seen.states["embedding"].double().norm(dim=-1)  # (B, T)
         layers, image = _at_query(seen, positions)
         hit = _check_relevant(relevant, image)[:, None]  # (B, 1, N)
         measured = [_signal_of_layer(scores, weights, image, hit) for scores, weights in layers]
@@ -390,11 +395,8 @@ def signal(
             rows[key].append([layer[key] for layer in measured])
         rows["scale"].append(float(scale))
         rows["norm_visual"].append(norms[seen.visual].mean().item())
-    norm_text = norms[seen.text].mean().item()
-    return {k: np.array(v) for k, v in rows.items()} | {
-        "norm_text": norm_text,
-        "relevant_share": hit.float().mean().item(),
-    }
+    result: dict = {key: np.array(values) for key, values in rows.items()}
+    return result | {"norm_text": norms[seen.text].mean().item(), "relevant_share": hit.double().mean().item()}
 
 
 def _check_relevant(relevant: Tensor, image: Tensor) -> Tensor:
@@ -428,7 +430,10 @@ def _signal_of_layer(scores: Tensor, weights: Tensor, image: Tensor, hit: Tensor
 
 
 def visual_states(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> list[Tensor]:
-    """Every image's visual tokens (I, N, D) at the LM's input and after every layer, on the CPU in float32."""
+    """Every image's visual tokens (I, N, D) at the LM's input and after every layer, on the CPU in float32.
+
+    Raises ValueError if no batch holds an image.
+    """
     pieces = []
     for batch in _each(batches):
         images = len(next(iter(batch.images().values()), ()))
@@ -437,6 +442,8 @@ def visual_states(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> list[Te
         seen = observe(model, batch)
         layers = [seen.states[name][seen.visual] for name in seen.layers]  # each (I * N, D)
         pieces.append([tokens.unflatten(0, (images, -1)).float().cpu() for tokens in layers])
+    if not pieces:
+        raise ValueError("no batch holds an image, so there are no visual states")
     return [torch.cat(layer) for layer in zip(*pieces, strict=True)]
 
 
@@ -487,6 +494,7 @@ def interface_norms(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> dict:
     features; `projector`: after it; `visual`: after the arm, as the LM receives them; `text`: the batches' text
     tokens; `vocabulary`: non-zero rows of the embedding table, whose mean is T. `ratio_text` and `ratio_vocabulary` are
     visual over text means; `gain` has the arm's mean |g| and ||g||, or is None.
+    Raises ValueError if no batch holds an image.
     """
     moments: dict[str, Moments] = defaultdict(Moments)
     blocks: dict[str, Moments] = defaultdict(Moments)
@@ -508,6 +516,8 @@ def interface_norms(model: MiniLLaVA, batches: Batch | Iterable[Batch]) -> dict:
         tokens = {"encoder": features, "projector": projected, "visual": model.arm(projected), "text": table[text]}
         for name, values in tokens.items():
             moments[name].add(_norms(values))
+    if not moments:
+        raise ValueError("no batch holds an image, so there is nothing at the interface")
     vocabulary = _norms(table)
     moments["vocabulary"].add(vocabulary[vocabulary > 1e-6])
     result: dict = {name: value.summary() for name, value in moments.items()}

@@ -300,11 +300,18 @@ def test_results_go_to_json_even_where_nothing_moves():
     json.dumps(probe.plain(probe.interface_norms(model, build_batch())), allow_nan=False)
 
 
-def test_trace_refuses_what_it_cannot_measure():
+def test_what_cannot_be_measured_is_refused():
     words = Batch(torch.full((2, 5), 9), torch.full((2, 5), IGNORE), torch.ones(2, 5).long())
-    for batches in (words, []):
-        with pytest.raises(ValueError, match="no visual token"):
-            probe.trace(build_model(), batches)
+    refusals = {
+        probe.trace: "no visual token in any batch",
+        probe.attention_mass: "no text token comes after an image",
+        probe.visual_states: "no batch holds an image",
+        probe.interface_norms: "no batch holds an image",
+    }
+    for measure, message in refusals.items():
+        for batches in (words, []):
+            with pytest.raises(ValueError, match=message):
+                measure(build_model(), batches)
     model = build_model()
     torch.nn.init.zeros_(model.projector.fc2.weight)
     torch.nn.init.zeros_(model.projector.fc2.bias)
@@ -368,6 +375,9 @@ def test_attention_map_refuses_rows_it_cannot_map():
     model, batch = build_model(), build_batch()
     with pytest.raises(ValueError, match=r"same number of visual tokens, > 0; got \[2, 4, 4\]"):
         probe.attention_map(model, batch, positions=torch.tensor([3, 8, 9]))
+    for positions in ([8, 8, 14], [8, -1, 8], [8, 8]):
+        with pytest.raises(ValueError, match="positions must be 3 numbers from 0 to 13, one a row"):
+            probe.attention_map(model, batch, positions=torch.tensor(positions))
     with pytest.raises(ValueError, match="2 visual tokens are not one square image"):
         probe.attention_map(model, batch, positions=torch.tensor([3, 3, 3]))
 
