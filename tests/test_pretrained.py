@@ -406,7 +406,7 @@ def test_gguf_with_scaled_positions_or_without_its_sizes_is_refused(tmp_path):
 def test_real_smollm2_computes_and_writes_what_it_does_in_transformers():
     """transformers reads the same file by its own reader; fp32 on both sides."""
     path = Path(os.environ["MINILLAVA_SMOLLM2"])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name).float().eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = lm_from_gguf(path)
     prompt = tokenizer("The three primary colours are red,", return_tensors="pt").input_ids
