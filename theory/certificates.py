@@ -148,8 +148,9 @@ STATEMENTS = (
         "R1", "θ rises with n", lambda x, phi: -falls_with_norm(x, phi), {"x": (1e-4, 1e4), "φ": (1e-3, 3.14)}, "refuted"
     ),
     Statement("R2", "tan θ falls with n", tangent_falls, {"n": (1.0, 3.5), "step": (0.1, 3.0)}, "refuted"),
-    Statement("R4", "nθ rises with n for acute φ", product_rises, {"x": (0.05, 20.0), "φ": (0.1, math.pi / 2)}),
-    Statement("R4", "nθ rises for obtuse φ too", product_rises, {"x": (0.05, 20.0), "φ": degrees(90, 170)}, "refuted"),
+    Statement("R4", "Nθ falls with n: sin θ > θ cos θ", lambda t: (t.sin() - t * t.cos()) / t**3, {"θ": (0.05, 3.14)}),
+    Statement("R4", "nθ rises with n for acute φ", product_rises, {"x": (0.2, 20.0), "φ": (0.1, math.pi / 2)}),
+    Statement("R4", "nθ rises for obtuse φ too", product_rises, {"x": (0.2, 20.0), "φ": degrees(90, 170)}, "refuted"),
     Statement("R7", "θ_v < .18 θ_t on B2", partial(shared_share, 0.18), SHARED),
     Statement("R7", "θ_v > .18 θ_t on B2", lambda C, phi: -shared_share(0.18, C, phi), SHARED, "refuted"),
     Statement(
@@ -166,7 +167,7 @@ STATEMENTS = (
         B1 | {"C_t": (0.5, 2.0), "C_v/C_t": (0.25, 4.0), "φ_v": OBTUSE_TO_ACUTE, "φ_t": OBTUSE_TO_ACUTE},
     ),
     Statement("S2", "ε's effect stays below its bound", epsilon_bound, {"x": (1e-9, 10.0), "y": (1e-9, 10.0)}),
-    Statement("D1", "the ratio shrinks on B1 at angles up to 105°", ratio_shrinks, B1 | {"C": (1.0, 4.0), "φ": degrees(0, 105)}),
+    Statement("D1", "the ratio shrinks up to 105°", ratio_shrinks, B1 | {"C": (1.0, 4.0), "φ": degrees(0, 105)}),
     Statement("D1", "and at every angle", ratio_shrinks, B1 | {"C": (1.0, 4.0), "φ": degrees(0, 179)}, "refuted"),
     Statement("D4", "Theodorus, lower bound of a layer", partial(theodorus_gap, -1), {"x": (0.01, 100.0)}),
     Statement("D4", "Theodorus, upper bound of a layer", partial(theodorus_gap, 1), {"x": (0.51, 100.0)}),
