@@ -118,7 +118,14 @@ def _chain_block(setup: Setup, tokens: int, rng: np.random.Generator) -> Iterato
         v = n + C * radial
         u = C * np.sqrt(np.maximum(1 - radial * radial, 0.0))
         n = np.sqrt(u * u + v * v)
-        yield n, along / n, np.arctan2(u, v), v / n
+        yield n, along / n, _turn(u, v, n), v / n
+
+
+def _turn(u: Floats, v: Floats, N: Floats) -> Floats:
+    """atan2(u, v) for u ≥ 0 by the half angle, whose arctan costs a third of an arctan2."""
+    ahead = v >= 0
+    with np.errstate(divide="ignore"):
+        return 2 * np.arctan(np.where(ahead, u, N - v) / np.where(ahead, N + v, u))
 
 
 def _vector_block(setup: Setup, tokens: int, rng: np.random.Generator) -> Iterator[_State]:
@@ -169,7 +176,8 @@ class _Sums:
 
 def _run(block_of, block: int, setup: Setup, tokens: int, seed: int, progress: Progress | None) -> Run:
     tokens, seed = whole_number("tokens", tokens, 1), whole_number("seed", seed, 0)
-    rng, sums = np.random.default_rng(seed), _Sums(setup.layers)
+    # SFC64 is numpy's fastest generator; the normals are half of fidelity (a)'s cost.
+    rng, sums = np.random.Generator(np.random.SFC64(seed)), _Sums(setup.layers)
     finals = []
     for start in range(0, tokens, block):
         size = min(block, tokens - start)
