@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,28 +28,30 @@ from minillava.data import Sample
 from minillava.json_stream import records
 from minillava.tokenizer import IMAGE_MARK
 
+NO_JSON = "no .json or .jsonl file there (a link that leaves its folder is not followed)"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 
 class Problem(NamedTuple):
-    """What is wrong with a sample. `path` is the file to mend: a picture as the sample names it, or the JSON file."""
+    """What is wrong with a sample, or, without `id`, with a whole file.
+
+    `path` is the file to mend: a picture as the sample names it, or the JSON file.
+    """
 
     id: str
     path: str
     message: str
 
     def __str__(self) -> str:
-        return f"{self.path}: sample '{self.id}': {self.message}"
+        whose = f"sample '{self.id}': " if self.id else ""
+        return f"{self.path}: {whose}{self.message}"
 
 
 def json_files(path: Path | str) -> list[Path]:
-    """The JSON files that `path` means: itself, or those in the folder. Raises ValueError if there is none."""
+    """The JSON files that `path` means: itself, or those in the folder. Links that leave their folder are left out."""
     path = Path(path)
     found = [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.jsonl")])
-    found = [file for file in found if file.is_file() and file.resolve().is_relative_to(file.parent.resolve())]
-    if not found:
-        raise ValueError(f"{path}: no .json or .jsonl file there (links that leave the folder are not followed)")
-    return found
+    return [file for file in found if file.is_file() and file.resolve().is_relative_to(file.parent.resolve())]
 
 
 def samples(file: Path) -> Iterator[tuple[Sample, list[Path]] | Problem]:
@@ -57,6 +60,7 @@ def samples(file: Path) -> Iterator[tuple[Sample, list[Path]] | Problem]:
     The samples' own `images` are still empty.
     """
     root = file.parent.resolve()
+    realpath = lru_cache(maxsize=10_000)(os.path.realpath)  # most pictures share their folder
     seen: set[str] = set()
     for number, record in enumerate(records(file), 1):
         path, name = file.name, name_of(record, number)
@@ -67,7 +71,7 @@ def samples(file: Path) -> Iterator[tuple[Sample, list[Path]] | Problem]:
             seen.add(name)
             files = []
             for path in pictures:  # from here on, `path` is the file to blame
-                files.append(resolve(root, path))
+                files.append(resolve(root, path, realpath))
         except ValueError as error:
             yield Problem(shown(name), shown(path), str(error))
         else:
@@ -159,17 +163,19 @@ def shown(text: str) -> str:
 # ---- pictures
 
 
-def resolve(root: Path, name: str) -> Path:
+def resolve(root: Path, name: str, realpath: Callable[[str], str] = os.path.realpath) -> Path:
     """The file in the folder `root` that `name` means. Raises ValueError if there is none, or if it is outside."""
     check_text(name, "the image's name")
-    if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
         raise ValueError("an image's name must be relative to the data folder, without '..'")
     file = root / name
     try:
-        if not Path(os.path.realpath(file)).is_relative_to(root):
+        folder = realpath(str(file.parent))
+        real = realpath(str(file)) if file.is_symlink() else os.path.join(folder, file.name)
+        if not Path(real).is_relative_to(root):
             raise ValueError("a link that leaves the data folder")
-        if not file.is_file():  # a pipe would wait for ever
-            raise ValueError("not a regular file" if file.exists() else "no such image in the data folder")
+        if not os.path.isfile(real):  # a pipe would wait for ever
+            raise ValueError("not a regular file" if os.path.lexists(real) else "no such image in the data folder")
     except OSError as error:
         raise ValueError(f"can't be opened: {error.strerror}") from None
     return file
@@ -233,6 +239,8 @@ def read_folder(path: Path | str) -> tuple[list[Sample], list[Path]]:
     Raises ValueError at the first bad sample, naming it.
     """
     files = json_files(path)
+    if not files:
+        raise ValueError(f"{path}: {NO_JSON}")
     if len(files) > 1:
         raise ValueError(f"{path}: several JSON files, name one of them: {', '.join(file.name for file in files)}")
     read: list[Sample] = []
