@@ -52,7 +52,7 @@ def accuracy(
     right: dict[str, list[bool]] = defaultdict(list)
     for start in range(0, len(pool), batch_size):
         rows = range(start, min(start + batch_size, len(pool)))
-        batch = swap_images(pool.take(rows), image, blank).to(device)
+        batch = swap_images(pool.take(rows).to(device), image, blank)
         for i, answers in zip(rows, exact_answers(logits_of(model, batch), batch), strict=True):
             for kind, correct in zip(pool.samples[i].kinds, answers, strict=True):
                 right[kind].append(correct)
@@ -68,12 +68,14 @@ def swap_images(batch: Batch, image: str, blank: Tensor | None) -> Batch:
     """The batch with its images as they are ("true"), all `blank`, or each handed to the next row ("wrong")."""
     if image == "true":
         return batch
-    name = "pixels" if batch.features is None else "features"
-    images = getattr(batch, name)  # (I, ...)
+    images = batch.pixels if batch.features is None else batch.features  # (I, ...)
+    assert images is not None, "there are no images to swap"
     if image == "blank":
         assert blank is not None, "a blank image must be given as `blank`"
-        return replace(batch, **{name: blank.expand_as(images)})
-    return replace(batch, **{name: images.roll(1, 0)})
+        images = blank.to(images.device).expand_as(images)
+    else:
+        images = images.roll(1, 0)
+    return replace(batch, pixels=images) if batch.features is None else replace(batch, features=images)
 
 
 @torch.no_grad()

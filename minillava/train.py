@@ -1,7 +1,7 @@
 """One loop for every training: the vision tower, the language model, stage 1 and stage 2.
 
 It is given a model, a loss and a pool of data. A stopped run (Ctrl-C, kill, power) goes on from its last saved state
-and ends in the same weights, bit for bit, as one that was never stopped: a batch depends on the seed and the step alone.
+and ends in the same weights, bit for bit, as one that was never stopped: a batch depends on seed and step alone.
 """
 
 from __future__ import annotations

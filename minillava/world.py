@@ -105,7 +105,7 @@ def language_samples(config: WorldConfig, n: int, seed: int) -> list[Sample]:
     return (
         word_questions(cells[: n // 2], config.kinds, config.questions, rng)
         + retellings(cells[n // 2 : 3 * n // 4], rng)
-        + text_only(replayed + tested, n - 3 * n // 4, config.questions, rng)
+        + text_only(replayed + tested, n - 3 * n // 4, config.questions + 2, rng)
     )
 
 
