@@ -66,7 +66,8 @@ def timm_features(model, images, layer):
         {"class_token": False, "global_pool": ""},
         {"class_token": False, "global_pool": "avg"},  # its last norm comes after pooling
         {"class_token": False, "global_pool": "map"},  # SigLIP's head
-        {"init_values": 0.5, "mlp_ratio": 3.7},  # LayerScale, and a hidden size that rounding may lose
+        {"init_values": 0.5},  # LayerScale
+        {"embed_dim": 30, "mlp_ratio": 4.11},  # a hidden size of 123, and 30 * (123 / 30) is less in floating point
         {"num_classes": 0, "dynamic_img_size": True},
     ],
 )

@@ -80,10 +80,14 @@ def test_each_patch_of_the_image_becomes_its_own_token_row_by_row():
             assert changed.nonzero().flatten().tolist() == [4 * row + column]
 
 
-def test_blocks_above_the_feature_layer_do_not_run():
-    vit = make_vit(feature_layer=1)
-    vit(images()).sum().backward()
-    assert [block.mlp.fc2.weight.grad is not None for block in vit.blocks] == [True, False, False]
+def test_blocks_above_the_feature_layer_run_only_when_observed():
+    vit, ran = make_vit(feature_layer=1), []
+    for i, block in enumerate(vit.blocks):
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+    vit(images())
+    assert ran == [0]
+    vit(images(), return_states=True)
+    assert ran == [0, 0, 1, 2]
 
 
 @torch.no_grad()
