@@ -61,7 +61,7 @@ def modalities(batch: Batch, image_token_id: int) -> tuple[Tensor, Tensor]:
     visual = (batch.input_ids == image_token_id) & (document_ids > 0)
     same = document_ids[:, :, None] == document_ids[:, None, :]  # (B, T, T)
     with_image = (same & visual[:, None, :]).any(dim=-1)  # (B, T)
-    return visual, with_image & ~visual & (document_ids > 0)
+    return visual, with_image & ~visual  # padding is no document with an image
 
 
 @torch.no_grad()
