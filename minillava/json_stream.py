@@ -43,6 +43,8 @@ def _elements(stream: TextIO) -> Iterator[object]:
             record, end = decode(text, at)
             end = skip_space(text, end)
             mark = text[end]
+            if mark not in ",]":  # a number that goes on, perhaps
+                raise ValueError("neither a comma nor the end of the list")
         except (ValueError, IndexError, RecursionError) as error:  # broken, or only cut off by the end of `text`?
             more = stream.read(size) if len(text) - at < LONGEST else ""
             if not more:
@@ -52,9 +54,9 @@ def _elements(stream: TextIO) -> Iterator[object]:
             continue
         yield record
         at, size, count = end + 1, CHUNK, count + 1
-        if mark != ",":
-            if mark != "]" or (text[at:] + stream.read(CHUNK)).strip():
-                yield ValueError("not JSON (neither a comma nor the end of the list), nothing after it was read")
+        if mark == "]":
+            if (text[at:] + stream.read(CHUNK)).strip():
+                yield ValueError("not JSON (the list ends, and something follows), nothing after it was read")
             return
 
 
@@ -77,7 +79,9 @@ def _lines(stream: TextIO) -> Iterator[object]:
 def _reason(error: Exception) -> str:
     if isinstance(error, IndexError):
         return "the file ends too early"
-    return error.msg.lower() if isinstance(error, json.JSONDecodeError) else type(error).__name__
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return error.msg.lower() if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def skip_space(text: str, at: int) -> int:
