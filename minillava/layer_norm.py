@@ -1,13 +1,20 @@
 """LayerNorm over the last dimension, with Global Weight Compensation in its backward.
 
-    y  = x̂·g + b                                  x̂ = (x − mean)·rstd
-    dx = (1/μ)·rstd·(w − mean(w) − x̂·mean(w·x̂))   w = dy·g,  μ = max(mean|g|, 1e-3)
-    dg = Σ dy·x̂        db = Σ dy                  (standard: compensation touches dx alone)
+    y  = x̂·g + b                                   x̂ = (x − mean)·rstd
+    dx = (1/μ)·rstd·(w − mean(w) − x̂·mean(w·x̂))    w = dy·g,  μ = max(mean|g|, 1e-3), or 1 without compensation
+    dg = Σ dy·x̂        db = Σ dy                   (compensation touches dx alone)
 
 The op has two names in PyTorch's dispatcher, `minillava::layer_norm` and `minillava::layer_norm_backward`. This file
-gives both their schema, their shapes for tracing, their gradient, and a reference in plain PyTorch that runs wherever
-no compiled kernel does.
+gives both their schema, their shapes for tracing, their gradient, and a reference in plain PyTorch for every device.
+`minillava/csrc` holds the same arithmetic as compiled kernels; where they were built (`make build`), loading them puts
+them in front of the reference, and nothing else changes.
+
+Compensation: arXiv 2512.08374. Corrected two-pass variance: Chan, Golub, LeVeque (1983).
 """
+
+import importlib
+import os
+import warnings
 
 import torch
 from torch import Tensor
@@ -18,15 +25,32 @@ GAIN_FLOOR = 1e-3  # the smallest mean|g| that compensation divides by: an all-z
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, compensate: bool = False) -> Tensor:
-    """Normalise the last dimension of `x`, scale by `weight`, shift by `bias`."""
+    """LayerNorm of `x` over its last dimension; with `compensate`, dx is divided by max(mean|weight|, 1e-3).
+
+    Args:
+        x: (..., D), fp16, bf16, fp32 or fp64, D ≥ 1; any strides, any number of rows, none included.
+        weight, bias: (D,), both of x's dtype, or both fp32 for a 16-bit x.
+        eps: added to the variance; not negative.
+        compensate: divides the gradient of x, and nothing else, by max(mean|weight|, 1e-3).
+
+    Returns:
+        (..., D), contiguous, of x's dtype. Statistics and sums are taken in fp32 (fp64 for fp64) whatever the dtype.
+
+    There is no autocast rule: 16-bit in, 16-bit out, also under `torch.autocast`, which would turn F.layer_norm's
+    output into fp32. It can be differentiated once, not twice. Same input, same bits, whatever the number of threads.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, a scalar x, D = 0, a negative eps.
+        TypeError: other dtypes.
+    """
     _check(x, weight, bias, eps)
     y, _, _ = torch.ops.minillava.layer_norm(x, weight, bias, eps, compensate)
     return y
 
 
 def is_compiled() -> bool:
-    """True if a compiled kernel was found; False if everything runs on the reference in this file."""
-    return False
+    """True if compiled kernels were loaded, False if everything runs on the reference in this file."""
+    return _COMPILED
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
@@ -47,7 +71,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
             f"weight and bias must both be {x.dtype} or both {_statistics_dtype(x)} for x of {x.dtype}; "
             f"got {weight.dtype} and {bias.dtype}"
         )
-    if not eps >= 0:
+    if not eps >= 0:  # NaN too
         raise ValueError(f"eps must not be negative, got {eps}")
 
 
@@ -103,6 +127,37 @@ def _gradient(ctx, dy, _dmean, _drstd):
     return dx, dg, db, None, None
 
 
+def _gradient_of_gradient(ctx, *grads):
+    raise RuntimeError(
+        "minillava's layer_norm can be differentiated once, not twice: with compensation its gradient is not that of "
+        "any function. torch.nn.functional.layer_norm has second derivatives"
+    )
+
+
+def _load_kernels() -> bool:
+    """Load the compiled kernels, which register themselves; say once why there are none."""
+    if os.environ.get("MINILLAVA_REFERENCE") == "1":
+        return False
+    try:
+        built = importlib.import_module("minillava._C")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "minillava._C"
+        reason = "they are not built" if missing else f"they do not load ({error})"
+        warnings.warn(
+            f"minillava runs LayerNorm on its PyTorch reference, not on compiled kernels: {reason}. The results are "
+            "the same to rounding, the speed is not. `make build` builds them; MINILLAVA_REFERENCE=1 keeps this quiet.",
+            stacklevel=2,
+        )
+        return False
+    if built.torch_version != torch.__version__.split("+")[0]:
+        warnings.warn(
+            f"minillava's kernels were built for torch {built.torch_version} and this is {torch.__version__}: "
+            "`make build` rebuilds them.",
+            stacklevel=2,
+        )
+    return True
+
+
 torch.library.define(
     "minillava::layer_norm",
     "(Tensor x, Tensor weight, Tensor bias, float eps, bool compensate) -> (Tensor y, Tensor mean, Tensor rstd)",
@@ -117,3 +172,5 @@ torch.library.impl("minillava::layer_norm_backward", "default", _backward_refere
 torch.library.register_fake("minillava::layer_norm", _forward_shapes)
 torch.library.register_fake("minillava::layer_norm_backward", _backward_shapes)
 torch.library.register_autograd("minillava::layer_norm", _gradient, setup_context=_save)
+torch.library.register_autograd("minillava::layer_norm_backward", _gradient_of_gradient)
+_COMPILED = _load_kernels()

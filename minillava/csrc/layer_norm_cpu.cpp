@@ -1,0 +1,323 @@
+// LayerNorm on the CPU: at::vec for the lanes, at::parallel_for for the cores.
+//
+// One row at a time, and everything a row needs stays in the first-level cache, so x is read from memory once in the
+// forward (2 moves an element, with y) and x and dy once in the backward (3 moves, with dx). 16-bit numbers are
+// widened as they are loaded; all arithmetic below is in fp32, or in fp64 when x is.
+//
+// The numbers do not depend on how many threads there are: a row is summed by one thread in a fixed order, and dg, db
+// are summed in pieces whose number follows from the shape alone.
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <Python.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <array>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "checks.h"
+
+namespace minillava {
+namespace {
+
+using at::vec::Vectorized;
+
+// The arithmetic's vector: two registers of A, which is what one register of a 16-bit type widens to. Plain members,
+// not an array of two: gcc keeps those in registers.
+template <typename A>
+struct Wide {
+  using V = Vectorized<A>;
+  V lo, hi;
+
+  Wide(const V& lo, const V& hi) : lo(lo), hi(hi) {}
+  explicit Wide(A everywhere = 0) : lo(everywhere), hi(everywhere) {}
+  static constexpr int64_t size() { return 2 * V::size(); }
+  Wide abs() const { return {lo.abs(), hi.abs()}; }
+  Wide operator+(const Wide& other) const { return {lo + other.lo, hi + other.hi}; }
+  Wide operator-(const Wide& other) const { return {lo - other.lo, hi - other.hi}; }
+  Wide operator*(const Wide& other) const { return {lo * other.lo, hi * other.hi}; }
+};
+
+constexpr double kGainFloor = 1e-3;        // the smallest mean|g| that compensation divides by
+constexpr int64_t kElementsAPiece = 65536;  // under this much work a second thread costs more than it saves
+constexpr int64_t kMaxPieces = 64;          // bounds the partial sums of dg and db to 2·64 rows
+
+// ---- One row -------------------------------------------------------------------------------------------------------
+
+// The columns i .. i + size of a row as one vector, whatever type the row has.
+template <typename A>
+struct FullColumns {
+  int64_t i;
+
+  template <typename T>
+  C10_ALWAYS_INLINE Wide<A> operator()(const T* row) const {
+    if constexpr (std::is_same_v<T, A>) {
+      return {Vectorized<A>::loadu(row + i), Vectorized<A>::loadu(row + i + Vectorized<A>::size())};
+    } else {
+      const auto [lo, hi] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(row + i));
+      return {lo, hi};
+    }
+  }
+
+  template <typename T>
+  C10_ALWAYS_INLINE void store(const Wide<A>& v, T* row) const {
+    if constexpr (std::is_same_v<T, A>) {
+      v.lo.store(row + i);
+      v.hi.store(row + i + Vectorized<A>::size());
+    } else {
+      at::vec::convert_from_float<T>(v.lo, v.hi).store(row + i);
+    }
+  }
+};
+
+// The n < size columns that are left at the end of a row, through a buffer of full size. Lanes past n load as zero.
+template <typename A>
+struct LastColumns {
+  int64_t i, n;
+
+  template <typename T>
+  Wide<A> operator()(const T* row) const {
+    T buffer[Wide<A>::size()] = {};
+    std::copy_n(row + i, n, buffer);
+    return FullColumns<A>{0}(buffer);
+  }
+
+  template <typename T>
+  void store(const Wide<A>& v, T* row) const {
+    T buffer[Wide<A>::size()];
+    FullColumns<A>{0}.store(v, buffer);
+    std::copy_n(buffer, n, row + i);
+  }
+
+  // v with zero in the lanes past n, so that they count nothing in a sum.
+  Wide<A> masked(const Wide<A>& v) const {
+    A buffer[Wide<A>::size()];
+    FullColumns<A>{0}.store(v, buffer);
+    return LastColumns<A>{0, n}(buffer);
+  }
+};
+
+template <typename A, typename Body>
+C10_ALWAYS_INLINE void for_columns(int64_t D, const Body& body) {
+  int64_t i = 0;
+  for (; i + Wide<A>::size() <= D; i += Wide<A>::size()) body(FullColumns<A>{i});
+  if (i < D) body(LastColumns<A>{i, D - i});
+}
+
+// The sums over D columns of N terms at once; `terms(cols)` gives N vectors, loading its rows through `cols`.
+template <int N, typename A, typename Terms>
+C10_ALWAYS_INLINE std::array<A, N> sum_columns(int64_t D, const Terms& terms) {
+  using Sums = std::array<Wide<A>, N>;
+  constexpr int64_t W = Wide<A>::size();
+  const auto add = [](Sums& total, const Sums& term) {
+    for (int k = 0; k < N; ++k) total[k] = total[k] + term[k];
+  };
+  Sums even, odd;  // two chains of additions: one alone would wait out the latency of each
+  int64_t i = 0;
+  for (; i + 2 * W <= D; i += 2 * W) {
+    add(even, terms(FullColumns<A>{i}));
+    add(odd, terms(FullColumns<A>{i + W}));
+  }
+  if (i + W <= D) add(even, terms(FullColumns<A>{i})), i += W;
+  if (i < D) {
+    const LastColumns<A> last{i, D - i};
+    Sums term = terms(last);
+    for (Wide<A>& t : term) t = last.masked(t);
+    add(odd, term);
+  }
+  add(even, odd);
+  std::array<A, N> sums;
+  for (int k = 0; k < N; ++k)
+    sums[k] = at::vec::vec_reduce_all<A>([](const auto& a, const auto& b) { return a + b; }, even[k].lo + even[k].hi);
+  return sums;
+}
+
+template <typename A>
+struct Statistics {
+  A mean, delta, rstd;
+};
+
+// Corrected two-pass. The first mean is rounded, so d = x − mean has a mean δ that is not quite zero; far from the
+// origin it is the whole error. Taking δ out of the variance and of y leaves only the rounding of d itself.
+template <typename A, typename T>
+Statistics<A> statistics(const T* x, int64_t D, A eps) {
+  const A mean = sum_columns<1, A>(D, [=](const auto& cols) { return std::array{cols(x)}; })[0] / D;
+  const auto [d, d2] = sum_columns<2, A>(D, [=](const auto& cols) {
+    const Wide<A> d = cols(x) - Wide<A>(mean);
+    return std::array{d, d * d};
+  });
+  const A delta = d / D;
+  A var = d2 / D - delta * delta;
+  if (var < 0) var = 0;  // by rounding, in a constant row; written so that NaN stays NaN
+  return {mean, delta, 1 / std::sqrt(var + eps)};
+}
+
+template <typename A, typename T>
+void normalise(const T* x, Statistics<A> s, const A* g, const A* b, T* y, int64_t D) {
+  for_columns<A>(D, [=](const auto& cols) {
+    const Wide<A> xhat = (cols(x) - Wide<A>(s.mean) - Wide<A>(s.delta)) * Wide<A>(s.rstd);
+    cols.store(xhat * cols(g) + cols(b), y);
+  });
+}
+
+// dx of one row, and this row's share of dg and db added to theirs. δ is found again, since a mean rounded to fp32 is
+// not exact enough to rebuild x̂. With δ known only after the pass, Σ w·x̂ comes from Σ w·d: Σ w·(d − δ) = Σ w·d − δ·Σ w.
+template <typename A, typename T>
+void backward_row(const T* dy, const T* x, A mean, A rstd, const A* g, A scale, T* dx, A* dg, A* db, int64_t D) {
+  const auto [sum_d, sum_w, sum_wd] = sum_columns<3, A>(D, [=](const auto& cols) {
+    const Wide<A> d = cols(x) - Wide<A>(mean), w = cols(dy) * cols(g);
+    return std::array{d, w, w * d};
+  });
+  const A delta = sum_d / D;
+  const A mean_w = sum_w / D, mean_wx = (sum_wd - delta * sum_w) * rstd / D;
+  for_columns<A>(D, [=](const auto& cols) {
+    const Wide<A> up = cols(dy), xhat = (cols(x) - Wide<A>(mean) - Wide<A>(delta)) * Wide<A>(rstd);
+    cols.store((up * cols(g) - Wide<A>(mean_w) - xhat * Wide<A>(mean_wx)) * Wide<A>(rstd * scale), dx);
+    cols.store(up * xhat + cols(dg), dg);
+    cols.store(up + cols(db), db);
+  });
+}
+
+// ---- All rows ------------------------------------------------------------------------------------------------------
+
+int64_t pieces(int64_t M, int64_t D) {
+  return std::min({M, kMaxPieces, (M * D + kElementsAPiece - 1) / kElementsAPiece});
+}
+
+template <typename A, typename P>
+std::vector<A> widened(const Tensor& p) {
+  std::vector<A> out(p.numel());
+  const P* data = p.const_data_ptr<P>();
+  for (int64_t i = 0; i < p.numel(); ++i) out[i] = static_cast<A>(data[i]);
+  return out;
+}
+
+template <typename T, typename P, typename A>
+void forward_rows(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, Tensor& y, Tensor& mean,
+                  Tensor& rstd) {
+  const int64_t M = mean.numel(), D = x.size(-1);
+  const std::vector<A> g = widened<A, P>(weight), b = widened<A, P>(bias);
+  const T* xs = x.const_data_ptr<T>();
+  T* ys = y.mutable_data_ptr<T>();
+  A *means = mean.mutable_data_ptr<A>(), *rstds = rstd.mutable_data_ptr<A>();
+
+  at::parallel_for(0, M, std::max<int64_t>(1, kElementsAPiece / D), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const Statistics<A> s = statistics<A>(xs + m * D, D, static_cast<A>(eps));
+      normalise(xs + m * D, s, g.data(), b.data(), ys + m * D, D);
+      means[m] = s.mean + s.delta;
+      rstds[m] = s.rstd;
+    }
+  });
+}
+
+// Adds the pieces in order, in place, and rounds once to the type of the parameters.
+template <typename P, typename A>
+void sum_pieces(std::vector<A>& partial, int64_t count, int64_t D, P* dg, P* db) {
+  at::parallel_for(0, 2 * D, kElementsAPiece / std::max<int64_t>(count, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t p = 1; p < count; ++p)
+      for (int64_t i = begin; i < end; ++i) partial[i] += partial[p * 2 * D + i];
+  });
+  for (int64_t i = 0; i < D; ++i) {
+    dg[i] = static_cast<P>(partial[i]);
+    db[i] = static_cast<P>(partial[D + i]);
+  }
+}
+
+template <typename T, typename P, typename A>
+void backward_rows(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& weight,
+                   bool compensate, Tensor& dx, Tensor& dg, Tensor& db) {
+  const int64_t M = mean.numel(), D = x.size(-1), count = pieces(M, D);
+  const std::vector<A> g = widened<A, P>(weight);
+  A scale = 1;
+  if (compensate) {
+    const A* gs = g.data();
+    A mu = sum_columns<1, A>(D, [=](const auto& cols) {
+             return std::array{cols(gs).abs()};
+           })[0] / D;
+    if (mu < A(kGainFloor)) mu = A(kGainFloor);  // not fmax: a NaN gain must reach dx
+    scale = 1 / mu;
+  }
+  const T *dys = dy.const_data_ptr<T>(), *xs = x.const_data_ptr<T>();
+  T* dxs = dx.mutable_data_ptr<T>();
+  const A *means = mean.const_data_ptr<A>(), *rstds = rstd.const_data_ptr<A>();
+
+  std::vector<A> partial(std::max<int64_t>(count, 1) * 2 * D);  // (P, 2, D): each piece's dg, then its db; zero if M is
+  at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      A *dg_p = partial.data() + p * 2 * D, *db_p = dg_p + D;
+      for (int64_t m = p * M / count; m < (p + 1) * M / count; ++m)
+        backward_row(dys + m * D, xs + m * D, means[m], rstds[m], g.data(), scale, dxs + m * D, dg_p, db_p, D);
+    }
+  });
+  sum_pieces(partial, count, D, dg.mutable_data_ptr<P>(), db.mutable_data_ptr<P>());
+}
+
+// ---- The ops -------------------------------------------------------------------------------------------------------
+
+// Calls fn with the C++ types of x, of the parameters, and of the arithmetic.
+template <typename Fn>
+void dispatch(const Tensor& x, const Tensor& weight, const Fn& fn) {
+  const auto with_x = [&](auto t) {
+    using T = decltype(t);
+    if (weight.scalar_type() == x.scalar_type()) return fn(t, t, float());
+    return fn(T(), float(), float());
+  };
+  switch (x.scalar_type()) {
+    case at::kDouble: return fn(double(), double(), double());
+    case at::kFloat: return fn(float(), float(), float());
+    case at::kBFloat16: return with_x(at::BFloat16());
+    case at::kHalf: return with_x(at::Half());
+    default: TORCH_CHECK_TYPE(false, "layer_norm takes fp16, bf16, fp32 or fp64, got ", x.scalar_type());
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_, const Tensor& weight_, const Tensor& bias_, double eps,
+                                           bool /*compensate*/) {
+  check_forward(x_, weight_, bias_);
+  const Tensor x = x_.contiguous(), weight = weight_.contiguous(), bias = bias_.contiguous();
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor mean = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_dtype(x)));
+  Tensor rstd = at::empty_like(mean);
+  dispatch(x, weight, [&](auto t, auto p, auto a) {
+    forward_rows<decltype(t), decltype(p), decltype(a)>(x, weight, bias, eps, y, mean, rstd);
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, const Tensor& mean_,
+                                            const Tensor& rstd_, const Tensor& weight_, bool compensate) {
+  check_backward(dy_, x_, mean_, rstd_, weight_);
+  // The gradient of cat, t or expand arrives strided: contiguous() is what makes reading it by rows right.
+  const Tensor dy = dy_.contiguous(), x = x_.contiguous(), weight = weight_.contiguous();
+  const Tensor mean = mean_.contiguous(), rstd = rstd_.contiguous();
+  Tensor dx = at::empty(x.sizes(), x.options());
+  Tensor dg = at::empty(weight.sizes(), weight.options()), db = at::empty_like(dg);
+  dispatch(x, weight, [&](auto t, auto p, auto a) {
+    backward_rows<decltype(t), decltype(p), decltype(a)>(dy, x, mean, rstd, weight, compensate, dx, dg, db);
+  });
+  return {dx, dg, db};
+}
+
+TORCH_LIBRARY_IMPL(minillava, CPU, m) {
+  m.impl("layer_norm", forward);
+  m.impl("layer_norm_backward", backward);
+}
+
+}  // namespace
+}  // namespace minillava
+
+// Importing `minillava._C` only loads this library, which registers the kernels; the module itself just says which
+// torch it was built against.
+PyMODINIT_FUNC PyInit__C() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  PyObject* module = PyModule_Create(&definition);
+  if (module) PyModule_AddStringConstant(module, "torch_version", TORCH_VERSION);
+  return module;
+}
