@@ -230,3 +230,21 @@ def critical_similarity(width: ArrayLike, distractors: ArrayLike) -> Floats:
     require("width", read["width"], read["width"] >= 2, "at least 2")
     require("distractors", read["distractors"], read["distractors"] >= 1, "at least 1")
     return read.out(np.sqrt(2 * np.log(read["distractors"]) / read["width"]))
+
+
+def layers_until_hurt(
+    norm_v: ArrayLike, norm_t: ArrayLike, update: ArrayLike, target_cosine: ArrayLike, drift: ArrayLike
+) -> Floats:
+    """How many layers it takes until imbalance begins to hurt, A3 solved for L: cos a (n_c − H)/(Cm(1 − n_c/A)).
+
+    0 if it hurts from the start (n_c ≤ H), infinite if it never does (n_c ≥ A). Raises as `imbalance_hurts`.
+    """
+    imbalance_hurts(norm_v, norm_t, update, target_cosine, drift, 1)
+    read = Reader(norm_v=norm_v, norm_t=norm_t, update=update, target_cosine=target_cosine, drift=drift)
+    v, t, C, k, m = read.values.values()
+    peak = critical_norm(C, k, m)
+    A, H = (v + t) / 2, 2 * v * (t / (v + t))
+    open_case = (peak > H) & (peak < A)
+    inside = np.where(open_case, peak, (A + H) / 2)
+    layers = k * (inside - H) / (C * np.where(open_case, m, 1.0) * (1 - inside / A))
+    return read.out(np.where(peak <= H, 0.0, np.where(peak >= A, np.inf, layers)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from theory.arrays import Floats, Reader, require, whole_number
-from theory.rotation import Bounds, norm_after, step_angle
+from theory.rotation import Bounds, components
 
 
 class Path(NamedTuple):
@@ -32,13 +32,16 @@ def evolve(norm0: ArrayLike, updates: ArrayLike, angles: ArrayLike) -> Path:
     if not max(read["updates"].ndim, read["angles"].ndim):
         raise ValueError(f"updates must have layers along axis 0, got the number {updates!r}")
     C, phi = np.broadcast_arrays(read["updates"], read["angles"])
-    norms = [np.broadcast_to(start["norm0"], np.broadcast_shapes(start["norm0"].shape, C.shape[1:]))]
-    turns = []
+    shape = np.broadcast_shapes(start["norm0"].shape, C.shape[1:])
+    norms, turns = np.empty((len(C) + 1, *shape)), np.empty((len(C), *shape))
+    norms[0] = start["norm0"]
     for layer in range(len(C)):
-        turns.append(step_angle(norms[-1], C[layer], phi[layer]))
-        norms.append(np.asarray(norm_after(norms[-1], C[layer], phi[layer])))
-    out = Reader(norm0=norm0, updates=updates, angles=angles) if start["norm0"].ndim == 0 else start
-    return Path(out.out(np.stack(norms)), out.out(np.array(turns).reshape(len(C), *norms[0].shape)))
+        u, v, exponent = components(norms[layer], C[layer], phi[layer])
+        norms[layer + 1] = np.ldexp(np.hypot(u, v), exponent)
+        require(f"norm after layer {layer}", norms[layer + 1], norms[layer + 1] > 0, "greater than 0")
+        turns[layer] = np.where(norms[layer] == 0, phi[layer], np.arctan2(u, v))
+    single = {start.dtype, read.dtype} == {np.dtype(np.float32)}
+    return Path(*(values.astype(np.float32 if single else np.float64) for values in (norms, turns)))
 
 
 class Fate(NamedTuple):

@@ -55,6 +55,7 @@ class Claim:
     counterexample: Callable[[], Outcome] | None = None
     nature: Nature = "true"
     reason: str = ""
+    settled_by: Kind | None = None  # the evidence that covers the whole statement, if it is not the strongest kind
 
     def __post_init__(self) -> None:
         if self.nature != "true" and not self.reason:
@@ -87,7 +88,7 @@ class Examined:
             return "FAILED"
         if self.claim.nature != "true":
             return self.claim.nature
-        kinds = [finding.kind for finding in self.findings]
+        kinds = [self.claim.settled_by or finding.kind for finding in self.findings]
         return next(verdict for kind, verdict in VERDICT_OF.items() if kind in kinds)
 
 

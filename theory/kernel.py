@@ -11,11 +11,14 @@ that is visibly of one sign, being built from sums, products, even powers and qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import sympy as sp
+
+
+DEL, GE = r"\partial", r"\ge"
 
 
 class Rejected(Exception):
@@ -109,16 +112,21 @@ class Proof:
     steps: tuple[Step, ...] = ()
     conclusion: str = ""
 
-    def check(self) -> None:
-        """Raises `Rejected` at the first step that does not follow."""
+    def trace(self) -> Iterator[tuple[Step, str]]:
+        """Every step with '' if it follows from the hypotheses and the steps before, or the reason why not."""
         context = _Context(self)
-        for rules in self.derivations.values():
-            context.check_derivation(rules)
-        for number, step in enumerate(self.steps, start=1):
+        for step in self.steps:
             try:
                 context.accept(step)
+                yield step, ""
             except Rejected as reason:
-                raise Rejected(f"{self.claim} step {number} ({step.text}): {reason}") from None
+                yield step, str(reason)
+
+    def check(self) -> None:
+        """Raises `Rejected` at the first step that does not follow."""
+        for number, (step, reason) in enumerate(self.trace(), start=1):
+            if reason:
+                raise Rejected(f"{self.claim} step {number} ({step.text}): {reason}")
 
 
 class _Context:
@@ -130,6 +138,8 @@ class _Context:
         self.nonnegative = {sp.expand(e) for e in proof.nonnegative.values()}
         self.nonzero: set[sp.Expr] = set()
         self.derivations = proof.derivations
+        for rules in proof.derivations.values():
+            self.check_derivation(rules)
 
     @cached_property
     def basis(self) -> sp.GroebnerBasis | None:
@@ -235,27 +245,37 @@ class _Context:
 def latex(proof: Proof) -> str:
     """The proof as a LaTeX fragment: hypotheses, then one displayed line a step."""
     lines = [rf"\paragraph{{{proof.claim}}} {proof.title}", r"\begin{itemize}"]
-    for facts, relation in ((proof.zero, "= 0"), (proof.positive, "> 0"), (proof.nonnegative, r"\ge 0")):
-        lines += [rf"\item {name}: ${sp.latex(fact)} {relation}$" for name, fact in facts.items()]
+    lines += [rf"\item {name}: ${fact}$" for name, fact in hypotheses(proof, sp.latex, GE)]
     lines += [r"\end{itemize}", r"\begin{enumerate}"]
-    lines += [rf"\item {step.text}: \[{_formula(step)}\]" for step in proof.steps]
+    lines += [rf"\item {step.text}: \[{formula(step, sp.latex, DEL, GE)}\]" for step in proof.steps]
     return "\n".join([*lines, r"\end{enumerate}", proof.conclusion])
 
 
-def _formula(step: Step) -> str:
-    t = sp.latex
+def plain(expression: sp.Expr) -> str:
+    """For a terminal: powers with ^."""
+    return sp.sstr(expression).replace("**", "^")
+
+
+def hypotheses(proof: Proof, show: Callable[..., str] = plain, at_least: str = "≥") -> list[tuple[str, str]]:
+    """Name and relation of each hypothesis."""
+    kinds = ((proof.zero, "="), (proof.positive, ">"), (proof.nonnegative, at_least))
+    return [(name, f"{show(fact)} {relation} 0") for facts, relation in kinds for name, fact in facts.items()]
+
+
+def formula(step: Step, show: Callable[..., str] = plain, d: str = "∂", at_least: str = "≥") -> str:
+    """What a step says, in the notation of `show`."""
+    t = show
     if isinstance(step, Identity):
         return f"{t(step.left)} = {t(step.right)}"
     if isinstance(step, Derivative):
-        return rf"\partial_{{{step.by}}}\left({t(step.of)}\right) = {t(step.result)}"
+        return f"{d}_{{{step.by}}} [{t(step.of)}] = {t(step.result)}"
     if isinstance(step, AngleDerivative):
-        return rf"\partial_{{{step.by}}}\,\mathrm{{atan2}}\left({t(step.y)},\, {t(step.x)}\right) = {t(step.result)}"
+        return f"{d}_{{{step.by}}} atan2({t(step.y)}, {t(step.x)}) = {t(step.result)}"
     if isinstance(step, Sign):
-        relation = ">" if step.strict else r"\ge"
-        return f"{t(step.expression)} = {t(step.certificate)} {relation} 0"
+        return f"{t(step.expression)} = {t(step.certificate)} {'>' if step.strict else at_least} 0"
     if isinstance(step, SameSign):
-        return rf"{t(step.left)} = \left[{t(step.factor)}\right]_{{>0}}\cdot\left[{t(step.right)}\right]"
+        return f"{t(step.left)} = [{t(step.factor)} > 0] · [{t(step.right)}]"
     if isinstance(step, NonZero):
-        return rf"\left({t(step.expression)}\right)\left({t(step.cofactor)}\right) = {t(step.certificate)} > 0"
+        return f"[{t(step.expression)}] · [{t(step.cofactor)}] = {t(step.certificate)} > 0"
     start = ", ".join(f"{t(symbol)} = {t(value)}" for symbol, value in step.start.items())
-    return rf"{t(step.expression)} > 0,\quad \partial_{{{step.by}}}(\cdot) = {t(step.certificate)} > 0,\quad {start}"
+    return f"{t(step.expression)} > 0 to the right of {start}, as {d}_{{{step.by}}} of it = {t(step.certificate)} > 0"

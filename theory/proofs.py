@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from theory import proofs_attention, proofs_depth, proofs_normalization, proofs_rotation
-from theory.kernel import Proof, Rejected, latex
+from theory.kernel import Proof, formula, hypotheses, latex
 
 FAMILIES = (proofs_rotation, proofs_depth, proofs_attention, proofs_normalization)
 
@@ -13,18 +15,24 @@ def proofs_of(claim: str) -> list[Proof]:
     return [proof for proof in all_proofs() if proof.claim == claim]
 
 
-def all_proofs() -> list[Proof]:
-    return [build() for family in FAMILIES for build in family.PROOFS]
+@cache
+def all_proofs() -> tuple[Proof, ...]:
+    return tuple(build() for family in FAMILIES for build in family.PROOFS)
 
 
 def explain(claim: str) -> str:
-    """The proofs of one claim as LaTeX, each followed by what the kernel says about it."""
-    parts = []
+    """The proofs of one claim for a terminal, every step with what the kernel says about it."""
+    lines = []
     for proof in proofs_of(claim):
-        try:
-            proof.check()
-            verdict = f"% checked: all {len(proof.steps)} steps follow"
-        except Rejected as reason:
-            verdict = f"% REJECTED: {reason}"
-        parts.append(f"{latex(proof)}\n{verdict}")
-    return "\n\n".join(parts)
+        lines += [f"Proof: {proof.title}"]
+        lines += [f"  given  {fact}   ({name})" for name, fact in hypotheses(proof)]
+        for number, (step, reason) in enumerate(proof.trace(), start=1):
+            verdict = f"✗ REJECTED: {reason}" if reason else "✓"
+            lines += [f"  {number:2}. {step.text}", f"        {formula(step)}   {verdict}"]
+        lines += [f"  {proof.conclusion}"] * bool(proof.conclusion)
+    return "\n".join(lines)
+
+
+def tex(claim: str) -> str:
+    """The proofs of one claim as LaTeX."""
+    return "\n\n".join(latex(proof) for proof in proofs_of(claim))

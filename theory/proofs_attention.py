@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from sympy import Rational, symbols
+from sympy import symbols
 
 from theory.kernel import Derivative, Identity, Proof, SameSign, Sign
 
@@ -54,13 +54,14 @@ def drifting_step() -> Proof:
 
 def geodesic() -> Proof:
     cA, sA, cB, sB = symbols("cos_A sin_A cos_B sin_B")
+    psi, turn_t, turn_v = symbols("ψ_0 Θ_t Θ_v")
     return Proof(
         "A2",
         "meeting on a geodesic: A = ψ_0 − (3Θ_t + Θ_v)/2, B = (Θ_t − Θ_v)/2",
         steps=(
             Identity("cos(ψ_0 − 2Θ_t) − cos(ψ_0 − Θ_t − Θ_v)", (cA * cB + sA * sB) - (cA * cB - sA * sB), 2 * sA * sB),
-            Identity("A − B, in units of ψ_0, Θ_t, Θ_v: Θ_t", -Rational(3, 2) - Rational(1, 2), -2),
-            Identity("and Θ_v cancels", -Rational(1, 2) + Rational(1, 2), 0),
+            Identity("A − B", (psi - (3 * turn_t + turn_v) / 2) - (turn_t - turn_v) / 2, psi - 2 * turn_t),
+            Identity("A + B", (psi - (3 * turn_t + turn_v) / 2) + (turn_t - turn_v) / 2, psi - turn_t - turn_v),
         ),
         conclusion="S_bal − S_imb = 2 sin(ψ_0 − (3Θ_t + Θ_v)/2) sin((Θ_t − Θ_v)/2).",
     )
@@ -108,18 +109,18 @@ def many_layers() -> Proof:
 
 
 def noise() -> Proof:
-    cq, sq, sk, free = symbols("cos²_q sin²_q sin²_k f")
+    cq, sq, sk, free, V = symbols("cos²_q sin²_q sin²_k f V")
     variance = (cq * sk + sq * (1 - sk)) / free + sq * sk * (free - 1) / free**2
     return Proof(
         "A4",
         "noise of a fixed orthogonal pair, f = d − 1; squared cosines and sines",
-        zero={"circle": cq + sq - 1},
+        zero={"circle": cq + sq - 1, "uniform keys: d equal variances V sum to 1": (free + 1) * V - 1},
         positive={"directions": free},
         derivations={"sin²θ_k": {sk: 1}},
         steps=(
             Derivative("by the key's turn", "sin²θ_k", variance, (cq * free - sq) / free**2),
             SameSign("rising iff tan²θ_q < d − 1", (cq * free - sq) / free**2, cq * free - sq, 1 / free**2),
-            Identity("uniform keys: Σ of the squared coordinates is 1, d of them", (free + 1) * (1 / (free + 1)), 1),
+            Identity("a uniform key's noise", V, 1 / (free + 1)),
         ),
         conclusion="A slower key means less noise, unless the query has turned to within 1/√(d − 1) of 90°.",
     )

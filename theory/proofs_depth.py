@@ -229,10 +229,11 @@ def spiral_step() -> Proof:
     return Proof(
         "D4",
         "φ = 90°: the squared norm grows by C² and the turn is arctan(C/n)",
+        zero={"right angle": c},
         positive={"norm": n, "update": C},
         derivations={"n": {n: 1}},
         steps=(
-            Identity("squared norm", (n + C * 0) ** 2 + C**2, n**2 + C**2),
+            Identity("squared norm", squared(n), n**2 + C**2),
             AngleDerivative("the turn falls with the norm", "n", C, n, -C / (n**2 + C**2)),
         ),
     )

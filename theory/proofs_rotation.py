@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy as sp
 from sympy import Rational, symbols
 
 from theory.kernel import AngleDerivative, Derivative, Growth, Identity, NonZero, Proof, SameSign, Sign
@@ -51,30 +52,41 @@ def cot_law() -> Proof:
 
 
 def tangent_form() -> Proof:
-    d = symbols("d")
-    left, right = -C * c - d, -C * c + d
+    left, right, d = symbols("n₁ n₂ d")
     return Proof(
         "R2",
         "for every obtuse φ the tangent rises across its pole at n = −C cos φ",
-        positive={"update": C, "sine": s, "distance to the pole": d},
+        zero={"n₁ is d left of the pole": left + C * c + d, "n₂ is d right of it": right + C * c - d},
+        positive={"update": C, "sine": s, "distance": d},
         steps=(
-            Identity("tangent to the left of the pole", C * s / (left + C * c), -C * s / d),
-            Identity("tangent to its right", C * s / (right + C * c), C * s / d),
+            NonZero("left of the pole v is not 0", left + C * c, sp.Integer(-1), d),
+            NonZero("nor right of it", right + C * c, sp.Integer(1), d),
+            Identity("tangent on the left", C * s / (left + C * c), -C * s / d),
+            Identity("tangent on the right", C * s / (right + C * c), C * s / d),
             Sign(
                 "the larger norm has the larger tangent",
                 C * s / (right + C * c) - C * s / (left + C * c),
                 2 * C * s / d,
             ),
-            *(
-                Identity(
-                    f"C = 5, cos φ = −3/5, n = {norm}",
-                    Rational(4) / (norm + 5 * Rational(-3, 5)),
-                    Rational(value),
-                )
-                for norm, value in ((2, -4), (4, 4), (1, -2))
-            ),
         ),
-        conclusion="tan θ(2) = −4 < 4 = tan θ(4), and |tan θ(1)| = 2 < 4 = |tan θ(2)|: no tangent form is monotone.",
+        conclusion="while θ falls all the way (R1).",
+    )
+
+
+def tangent_example() -> Proof:
+    return Proof(
+        "R2",
+        "the example C = 5, cos φ = −3/5, sin φ = 4/5, at n = 1, 2 and 4",
+        zero={"update": C - 5, "cosine": c + Rational(3, 5), "sine": s - Rational(4, 5)},
+        steps=(
+            NonZero("n = 1: v = −2", 1 + C * c, sp.Integer(-1), sp.Integer(2)),
+            NonZero("n = 2: v = −1", 2 + C * c, sp.Integer(-1), sp.Integer(1)),
+            NonZero("n = 4: v = 1", 4 + C * c, sp.Integer(1), sp.Integer(1)),
+            Identity("tan θ(1)", C * s / (1 + C * c), sp.Integer(-2)),
+            Identity("tan θ(2)", C * s / (2 + C * c), sp.Integer(-4)),
+            Identity("tan θ(4)", C * s / (4 + C * c), sp.Integer(4)),
+        ),
+        conclusion="−4 < 4 though 2 < 4, and |−2| < |−4| though 1 < 2: neither tan θ nor |tan θ| is monotone.",
     )
 
 
@@ -237,6 +249,6 @@ def centred_view() -> Proof:
 
 
 PROOFS = (
-    cot_law, tangent_form, turn_bounds, ratio_sandwich, acute_ratio, stable_cosine, relaxed_assumptions,
+    cot_law, tangent_form, tangent_example, turn_bounds, ratio_sandwich, acute_ratio, stable_cosine, relaxed_assumptions,
     branch_invariance, epsilon_breaks_scale, centred_view,
 )  # fmt: skip

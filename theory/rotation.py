@@ -26,18 +26,22 @@ def _read_step(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Reader:
     return read
 
 
-def _components(read: Reader) -> tuple[Floats, Floats, Floats]:
-    """u and v over 2**e, and e. A power of two scales without rounding.
+def components(norm: Floats, update: Floats, angle: Floats) -> tuple[Floats, Floats, Floats]:
+    """u and v over 2**e, and e, for arguments that have been read. A power of two scales without rounding.
 
     For obtuse φ, n + C cos φ cancels; (n − C) + 2C cos²(φ/2) is the same number with a difference that is exact
     whenever it is dangerous.
     """
-    exponent = np.frexp(np.maximum(read["norm"], read["update"]))[1]
-    n, C = np.ldexp(read["norm"], -exponent), np.ldexp(read["update"], -exponent)
-    angle = read["angle"]
+    exponent = np.frexp(np.maximum(norm, update))[1]
+    n, C = np.ldexp(norm, -exponent), np.ldexp(update, -exponent)
     u = C * np.sin(angle)
     v = np.where(angle > np.pi / 2, (n - C) + 2 * C * np.cos(angle / 2) ** 2, n + C * np.cos(angle))
     return u, v, exponent
+
+
+def _step_components(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> tuple[Reader, Floats, Floats, Floats]:
+    read = _read_step(norm, update, angle)
+    return read, *components(read["norm"], read["update"], read["angle"])
 
 
 def step_angle(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Floats:
@@ -46,29 +50,25 @@ def step_angle(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Floats:
     norm, update, angle broadcast to the shape of the result; norm 0 gives back `angle` (the limit).
     Raises ValueError for NaN, infinities, negative sizes, an angle outside [0, π], h = Δ = 0 and h + Δ = 0.
     """
-    read = _read_step(norm, update, angle)
-    u, v, _ = _components(read)
+    read, u, v, _ = _step_components(norm, update, angle)
     return read.out(np.where(read["norm"] == 0, read["angle"], np.arctan2(u, v)))
 
 
 def norm_after(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Floats:
     """N = ‖h + Δ‖ in the unit of `norm` (R1, D1). Raises ValueError as `step_angle` does."""
-    read = _read_step(norm, update, angle)
-    u, v, exponent = _components(read)
+    read, u, v, exponent = _step_components(norm, update, angle)
     return read.out(np.ldexp(np.hypot(u, v), exponent))
 
 
 def adjacent_cosine(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Floats:
     """cos θ = v / N, the cosine between a token's states before and after the step (R5). Absolute accuracy."""
-    read = _read_step(norm, update, angle)
-    u, v, _ = _components(read)
+    read, u, v, _ = _step_components(norm, update, angle)
     return read.out(v / np.hypot(u, v))
 
 
 def adjacent_cosine_deficit(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> Floats:
     """1 − cos θ = u² / (N (N + v)), accurate relatively where 1 − `adjacent_cosine` has lost every digit (R5)."""
-    read = _read_step(norm, update, angle)
-    u, v, _ = _components(read)
+    read, u, v, _ = _step_components(norm, update, angle)
     N = np.hypot(u, v)
     forward = (u / N) * (u / np.where(v > 0, N + v, 1.0))
     return read.out(np.where(v > 0, forward, 1 - v / N))
@@ -88,8 +88,7 @@ def turn_slopes(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> TurnSlo
 
     Raises ValueError as `step_angle` does. The first is never positive: inertia in one line.
     """
-    read = _read_step(norm, update, angle)
-    u, v, exponent = _components(read)
+    read, u, v, exponent = _step_components(norm, update, angle)
     N = np.hypot(u, v)
     n, C = np.ldexp(read["norm"], -exponent), np.ldexp(read["update"], -exponent)
     half = np.cos(read["angle"] / 2) ** 2
@@ -156,7 +155,7 @@ def ratio_bounds(norm_v: ArrayLike, norm_t: ArrayLike, update: ArrayLike, angle:
     require("norm_t", read["norm_t"], read["norm_t"] <= read["norm_v"], "at most norm_v")
     sides = []
     for name in ("norm_v", "norm_t"):
-        u, v, exponent = _components(_read_step(read[name], read["update"], read["angle"]))
+        _, u, v, exponent = _step_components(read[name], read["update"], read["angle"])
         sides.append((np.ldexp(v, exponent), np.ldexp(np.hypot(u, v), exponent)))
     (v_v, N_v), (v_t, N_t) = sides
     lower = np.where(v_t > 0, v_t, 0.0) / np.where(v_v > 0, v_v, 1.0)
