@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minillava.data import Sample
 from minillava.llava_json import NO_JSON, Problem, json_files, open_picture, read_picture, samples, shown
-from minillava.tokenizer import END, IGNORE, UNKNOWN, Tokenizer, render
+from minillava.tokenizer import IGNORE, UNKNOWN, Tokenizer, render
 
 
 @dataclass
@@ -91,6 +91,6 @@ def token_problem(
     """Whether the sample teaches anything in this tokenizer's pieces; notes its length in the report."""
     ids, labels = render(tokenizer, sample.turns, image_tokens)
     report.longest = max(report.longest, len(ids))
-    if set(labels) <= {IGNORE, END, UNKNOWN}:
+    if not tokenizer.decode([label for label in labels if label not in (IGNORE, UNKNOWN)]).strip():
         return Problem(shown(sample.id), file.name, "no supervised token: the tokenizer knows no piece of its answers")
     return None
