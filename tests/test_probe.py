@@ -19,6 +19,7 @@ from minillava.lm import LMConfig, build_mask
 from minillava.norm_align import text_norm
 from minillava.probe import Observation
 from minillava.vit import ViTConfig
+from theory.rotation import step_angle
 
 IMAGE = 3
 N = 4  # visual tokens of an image: 16 px, patches of 8
@@ -181,6 +182,16 @@ def test_means_mislead_and_the_harmonic_mean_less_so():
     assert data["turn_at_harmonic"][0] == pytest.approx(data["turn"][0], rel=0.05)
     assert data["predicted_turn"][0] == pytest.approx(data["turn"][0], rel=1e-12)
     assert abs(data["direction_agreement"][0]) < 0.003  # A3 holds here: 4000 directions, 8 million pairs
+
+
+def test_predictions_from_means_are_told_means_only():
+    """The paper's view: one C and one φ for both modalities (A1, A2), the mean of theirs."""
+    data = probe.trace(build_model(), build_batch()).data
+    C, angle = (np.mean([data[modality][key] for modality in probe.MODALITIES], axis=0) for key in ("update", "angle"))
+    for rows in data.values():
+        np.testing.assert_allclose(rows["turn_at_shared"], step_angle(rows["norm"], C, angle))
+        np.testing.assert_allclose(rows["turn_at_means"], step_angle(rows["norm"], rows["update"], rows["angle"]))
+        assert np.abs(rows["turn_at_shared"] - rows["turn_at_means"]).max() > 0.01
 
 
 def test_direction_agreement_is_the_mean_cosine_of_pairs():
@@ -436,14 +447,16 @@ def test_signal_refuses_a_mask_that_leaves_nothing_to_compare():
 
 
 def test_content_probe_reads_what_is_there():
-    """Classes that are linear in the states are read; noise is read at chance; the size of states does not matter."""
+    """Classes that are linear in the states are read; noise is read at chance; the size of channels does not matter."""
     generator = torch.Generator().manual_seed(0)
     cells = torch.randint(0, 5, (80, N), generator=generator)
     noise = torch.randn(80, N, 12, generator=generator)
     told = noise + 6 * torch.randn(5, 12, generator=generator)[cells]
-    found = probe.content_probe([told, noise, 1024 * told], cells)
+    faint = noise + torch.randn(5, 12, generator=generator)[cells]  # a probe can tell some of it
+    uneven = faint * 2.0 ** torch.arange(-18, 6, 2)
+    found = probe.content_probe([told, noise, faint, uneven], cells)
     assert found["accuracy"][0] > 0.97 and abs(found["accuracy"][1] - 0.2) < 0.12
-    assert found["accuracy"][0] == found["accuracy"][2]
+    assert found["accuracy"][2] == found["accuracy"][3] < 0.97
     assert found["tokens"] == 160
     rare = torch.zeros(80, N, dtype=torch.long)
     rare[:, 0] = 1
