@@ -116,7 +116,9 @@ def ask(scene: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[str, st
         return f"is there a {colour_of(thing)} {shape_of(thing)} ?", "yes" if thing in scene else "no"
     if kind == "verify":
         if rng.random() < 0.5:
-            colour = rng.choice([c for c in COLOUR_NAMES if c != colour])
+            colour = rng.choice(
+                [colour_of(p) for p in TRAINING_PAIRS if shape_of(p) == shape and colour_of(p) != colour]
+            )
         return f"is the {shape} at {places[i]} {colour} ?", "yes" if colour == colour_of(scene[i]) else "no"
     if kind == "relation":
         return _ask_relation(scene, full, rng)
@@ -124,12 +126,21 @@ def ask(scene: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[str, st
 
 
 def _ask_relation(scene: np.ndarray, full: np.ndarray, rng: np.random.Generator) -> tuple[str, str]:
-    """Whether one thing is left of, or above, another; a scene of one thing is asked about that thing and itself."""
+    """Whether one thing is left of, or above, another; each is the only one of its sort, so the answer is exact.
+
+    The two differ in the direction that is asked about, so yes and no are equally likely. A scene without two such
+    things is asked whether something exists.
+    """
     grid = int(len(scene) ** 0.5)
-    i, j = rng.choice(full, size=2, replace=len(full) < 2)
+    single = [k for k in full if np.count_nonzero(scene == scene[k]) == 1]
+    if len(single) < 2:
+        return ask(scene, "exists", rng)
+    i, j = rng.choice(single, size=2, replace=False)
     a, b = (f"{colour_of(scene[k])} {shape_of(scene[k])}" for k in (i, j))
-    relation, true = (("left of", i % grid < j % grid), ("above", i // grid < j // grid))[rng.integers(2)]
-    return f"is the {a} {relation} the {b} ?", "yes" if true else "no"
+    directions = [("left of", i % grid, j % grid), ("above", i // grid, j // grid)]
+    directions = [(relation, at_a, at_b) for relation, at_a, at_b in directions if at_a != at_b]
+    relation, at_a, at_b = directions[rng.integers(len(directions))]
+    return f"is the {a} {relation} the {b} ?", "yes" if at_a < at_b else "no"
 
 
 # --- Questions about words alone: what MMLU is to a real model -------------------------------------------------------
