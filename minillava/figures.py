@@ -154,7 +154,8 @@ def _logarithmic(panel: Axes, direction: str) -> None:
 
 def _legend_below(figure: Figure, panel: Axes) -> None:
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    rows = -(-len(labels) // 7)  # more would run out of the figure
+    figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // rows))
 
 
 # Steps ---------------------------------------------------------------------------------------------------------------
