@@ -126,7 +126,14 @@ class Pool:
 
 
 def shuffled(n: int, step: int, batch_size: int, seed: int) -> np.ndarray:
-    """Row numbers of the batch of a step. Epochs are permutations; a rest smaller than a batch is left out."""
+    """Row numbers of the batch of a step. Epochs are permutations; a rest smaller than a batch is left out.
+
+    Raises ValueError if there is nothing to draw from or to draw.
+    """
+    if n < 1:
+        raise ValueError("no samples to make a batch of: the pool is empty")
+    if batch_size < 1:
+        raise ValueError(f"a batch of {batch_size} samples has nothing to train on: batch_size must be at least 1")
     batch_size = min(batch_size, n)
     epoch, place = divmod(step, n // batch_size)
     order = np.random.default_rng([seed, epoch]).permutation(n)
