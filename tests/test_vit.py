@@ -69,15 +69,19 @@ def test_states_are_the_residual_stream(class_token):
         before = states[f"block{i}.mlp"]
 
 
+@pytest.mark.parametrize("class_token", [False, True])
 @torch.no_grad()
-def test_each_patch_of_the_image_becomes_its_own_token_row_by_row():
-    vit, plain = make_vit(), images(1)
-    for row in range(4):
-        for column in range(4):
-            touched = plain.clone()
-            touched[0, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
-            changed = (vit.embed(touched) != vit.embed(plain)).any(-1)[0]
-            assert changed.nonzero().flatten().tolist() == [4 * row + column]
+def test_each_patch_of_the_image_becomes_its_own_token_row_by_row(class_token):
+    vit, x = make_vit(class_token=class_token), images()
+    kernel = vit.patch_embed.proj.weight.flatten(1)  # (D, 3·p·p)
+    tokens = F.unfold(x, kernel_size=4, stride=4).mT @ kernel.T + vit.patch_embed.proj.bias  # (B, N, D)
+    if class_token:
+        tokens = torch.cat([vit.cls_token.expand(2, 1, 24), tokens], dim=1)
+    torch.testing.assert_close(vit.embed(x), tokens + vit.pos_embed, rtol=1e-5, atol=1e-5)
+    touched = x.clone()
+    touched[:, :, 4:8, 8:12] += 1  # second row, third column: patch 6 of 4 × 4
+    changed = (vit.embed(touched) != vit.embed(x)).any(-1)
+    assert changed.nonzero()[:, 1].tolist() == [6 + class_token] * 2
 
 
 def test_blocks_above_the_feature_layer_run_only_when_observed():
