@@ -88,15 +88,14 @@ def many_layers() -> Proof:
             "length": Y**2 - n**2 - 2 * n * G * k - G**2 - W,
         },
         positive={
-            "text norm": n_t, "norm gap": gap, "norm": n, "sine": s2, "drift": m, "layers": L, "update": C,
-            "displacement": G, "length": Y,
+            "text norm": n_t, "norm gap": gap, "sine": s2, "drift": m, "displacement": G, "length": Y,
         },
         nonnegative={"target not behind": k},
         derivations={"n": {n: 1, Y: (n + G * k) / Y}},
         steps=(
             Derivative("slope of q", "n", along(n) / Y, (k * W - n * G * s2) / Y**3),
             SameSign("it changes sign at n_c", (k * W - n * G * s2) / Y**3, peak - n, G * s2 / Y**3),
-            Sign("a factor that has no sign of its own", 2 * A * G * s2, G * s2 * (gap + 2 * n_t)),
+            Sign("q(n_v) is positive, and q(n_t) likewise", along(n_v), n_t * k + gap * k + G),
             SameSign(
                 "q(n_t)² > q(n_v)²",
                 along(n_t) ** 2 * length(n_v) - along(n_v) ** 2 * length(n_t),
@@ -114,7 +113,7 @@ def noise() -> Proof:
     return Proof(
         "A4",
         "noise of a fixed orthogonal pair, f = d − 1; squared cosines and sines",
-        zero={"circle": cq + sq - 1, "uniform keys: d equal variances V sum to 1": (free + 1) * V - 1},
+        zero={"uniform keys: d equal variances V sum to 1": (free + 1) * V - 1},
         positive={"directions": free},
         derivations={"sin²θ_k": {sk: 1}},
         steps=(

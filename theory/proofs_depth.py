@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sympy import Rational, symbols
 
-from theory.kernel import AngleDerivative, Derivative, Growth, Identity, Proof, SameSign, Sign
-from theory.proofs_rotation import BY_NORM, BY_TURN, SIZES, STEP, TURN, C, N, c, n, p, q, s, t
+from theory.kernel import AngleDerivative, Derivative, Growth, Identity, NonZero, Proof, SameSign, Sign
+from theory.proofs_rotation import BY_NORM, BY_TURN, LENGTH, TURN, TURNING, C, N, c, n, p, q, s, t
 
 # Two tokens that get the same update: text's norm, and how much larger the visual one is.
 n_t, gap = symbols("n_t g")
@@ -47,8 +47,8 @@ def gap_never_grows() -> Proof:
     return Proof(
         "D1",
         "dN/dn = cos θ, so |N_v − N_t| ≤ |n_v − n_t|",
-        zero=STEP,
-        positive=SIZES,
+        zero=LENGTH,
+        positive=TURNING,
         derivations={"n": BY_NORM},
         steps=(
             Derivative("N by the norm", "n", N, (n + C * c) / N),
@@ -96,7 +96,7 @@ def obtuse_attractor() -> Proof:
         "D3",
         "one fixed obtuse angle, cos φ = −k: every norm converges to C/(2k)",
         zero={"circle": k**2 + s**2 - 1},
-        positive={"update": C, "sine": s, "obtuse": k, "norm": n},
+        positive={"update": C, "sine": s, "obtuse": k},
         steps=(
             Identity("it is a fixed point", fixed**2 - 2 * fixed * C * k + C**2, fixed**2),
             SameSign("norms below it grow, norms above it shrink", after - n**2, fixed - n, 2 * C * k),
@@ -114,7 +114,7 @@ def theodorus() -> Proof:
         "D4",
         "the spiral of Theodorus between two telescoping sums; sin θ = 1/√(x + 1), tan θ = 1/√x, x = n²/C²",
         zero=TURN | {"r1² = x + 1": r1**2 - x - 1, "r2² = x + 2": r2**2 - x - 2},
-        positive={"turn": t, "sine": q, "r1": r1, "r2": r2},
+        positive={"sine": q, "r1": r1, "r2": r2},
         derivations={"θ": BY_TURN},
         steps=(
             Growth("θ > sin θ", "θ", t - q, {t: 0, p: 1, q: 0}, ((1 - p) ** 2 + q**2) / 2),
@@ -134,7 +134,7 @@ def theodorus_above() -> Proof:
     return Proof(
         "D4",
         "the upper sum",
-        zero=TURN | {"r²": r**2 - x, "r_up²": up**2 - x - half, "r_down²": down**2 - x + half},
+        zero={"r²": r**2 - x, "r_up²": up**2 - x - half, "r_down²": down**2 - x + half},
         positive={"turn": t, "sine": q, "r": r, "r_up": up, "r_down": down},
         derivations={"θ": BY_TURN},
         steps=(
@@ -151,11 +151,16 @@ def theodorus_above() -> Proof:
 
 
 def spiral() -> Proof:
+    turning, growing = symbols("θ' n'")
     return Proof(
         "D4",
-        "the continuous limit is a logarithmic spiral",
-        positive={"update": C, "norm": n, "sine": s, "acute": c},
-        steps=(Identity("dθ/dn = (C sin φ/n)/(C cos φ)", (C * s / n) / (C * c), (s / c) / n),),
+        "the continuous limit is a logarithmic spiral; primes are rates along it",
+        zero={"turning": turning * n - C * s, "growing": growing - C * c},
+        positive={"update": C, "norm": n, "acute": c},
+        steps=(
+            Sign("the norm grows", growing, C * c),
+            Identity("dθ/dn = tan φ/n", turning / growing, (s / c) / n),
+        ),
         conclusion="n = n_0 + Cs cos φ and θ = tan φ · ln(n/n_0).",
     )
 
@@ -187,22 +192,29 @@ def cumulative_sandwich() -> Proof:
 
 
 def displacement() -> Proof:
-    overlap, layers = symbols("E_overlap L")
+    mean, overlap, square, layers, turn_v, turn_t = symbols("E_z X M L θ_v θ_t")
     return Proof(
         "D6",
         "isotropic updates: what is left of the starting direction; and the two effective depths",
-        zero={"an isotropic update has no mean along h or h_0": overlap},
+        zero={
+            "an isotropic update has no mean along h or h_0": mean,
+            "X = E⟨h_0, h_L⟩, which stays": overlap - n**2,
+            "M = E n_L², which grows by C² a layer": square - n**2 - layers * C**2,
+            "θ_v = C/n_v": turn_v * n_v - C,
+            "θ_t = C/n_t": turn_t * n_t - C,
+        },
         positive={"norm": n, "update": C, "layers": layers, "text norm": n_t, "norm gap": gap},
         steps=(
-            Identity("E⟨h_0, h_L⟩ does not move", n**2 + C * overlap, n**2),
-            Identity("E n² grows by C² a layer", n**2 + 2 * n * C * overlap + C**2, n**2 + C**2),
-            Identity("so cos² → n_0²/(n_0² + LC²), of ratio", (n**2) ** 2 / (n**2 * (n**2 + layers * C**2)),
-                     n**2 / (n**2 + layers * C**2)),
-            Identity("coherent turns C/n a layer", layers * (C / n_v) / (C / n_t), layers * n_t / n_v),
-            Identity("diffusing ones, squared", layers * (C / n_v) ** 2 / (C / n_t) ** 2, layers * (n_t / n_v) ** 2),
+            Identity("one layer of X", n**2 + C * mean, n**2),
+            Identity("one layer of M", n**2 + 2 * n * C * mean + C**2, n**2 + C**2),
+            Sign("M is a square", square, n**2 + layers * C**2),
+            Identity("cos² between start and end", overlap**2 / (n**2 * square), n**2 / (n**2 + layers * C**2)),
+            NonZero("text turns", turn_t, n_t, C),
+            Identity("coherent turns add up", layers * turn_v / turn_t, layers * n_t / n_v),
+            Identity("diffusing ones add their squares", layers * turn_v**2 / turn_t**2, layers * n_t**2 / n_v**2),
         ),
         conclusion="Exact in the limit of infinite width, where n_L² and ⟨h_0, h_L⟩ concentrate.",
-    )  # fmt: skip
+    )
 
 
 def two_number_chain() -> Proof:
@@ -211,7 +223,6 @@ def two_number_chain() -> Proof:
         "D7",
         "(n, ⟨h, ĥ_0⟩) moves by two coordinates of the update's direction",
         zero={"ĥ_0 in the basis (ĥ, e₂)": k**2 + l**2 - 1},
-        positive={"norm": n, "update": C},
         steps=(
             Identity(
                 "new norm, squared; (z1, z2, z3…) the direction in that basis",
@@ -230,7 +241,7 @@ def spiral_step() -> Proof:
         "D4",
         "φ = 90°: the squared norm grows by C² and the turn is arctan(C/n)",
         zero={"right angle": c},
-        positive={"norm": n, "update": C},
+        positive={"update": C},
         derivations={"n": {n: 1}},
         steps=(
             Identity("squared norm", squared(n), n**2 + C**2),

@@ -45,15 +45,18 @@ def jacobian() -> Proof:
 
 
 def two_coordinates() -> Proof:
-    a = symbols("a")
+    h1, h2 = symbols("h1 h2")
+    x = (h1 - h2) / (2 * s)
     return Proof(
         "N1",
-        "at D = 2 and ε = 0 nothing passes: h = mean ± a, s = a",
-        positive={"half difference": a},
+        "at D = 2 and ε = 0 nothing passes: x̃ = (x, −x)",
+        zero={"s is half the difference": 4 * s**2 - (h1 - h2) ** 2},
+        positive={"s": s},
         steps=(
-            Identity("diagonal", g / a * (1 - Rational(1, 2) - (a / a) ** 2 / 2), 0),
-            Identity("off the diagonal", g / a * (-Rational(1, 2) - (a / a) * (-a / a) / 2), 0),
+            Identity("on the diagonal, g x²/2s takes away all that 1/D left", g / s * x**2 / 2, g / (2 * s)),
+            Identity("and off it", g / s * x * (-x) / 2, -g / (2 * s)),
         ),
+        conclusion="J = (g/s)(I − 11ᵀ/2 − x̃x̃ᵀ/2) = 0.",
     )
 
 
@@ -122,16 +125,18 @@ def compensation_is_no_gradient() -> Proof:
 
 
 def adam_invariance() -> Proof:
-    m, r, R, d, root = symbols("m r R δ ρ")
+    m, r, scaled, R, low, d = symbols("m r R' R w δ")
     return Proof(
         "G2",
         "Adam divides by √v, so a constant κ cancels; with ε it becomes ε/κ",
-        positive={"compensation": kappa, "√v": r, "ε": eps, "1 − δ": 1 - d},
+        zero={"√(κ²v) = κ√v": scaled - kappa * r, "w = 1 − δ": low - 1 + d},
+        positive={"compensation": kappa, "√v": r, "ε": eps, "1 − δ": low},
         steps=(
-            Identity("ε = 0: first moment κm, second κ²v", kappa * m / (kappa * r), m / r),
-            Identity("with ε", kappa * m / (kappa * r + eps), m / (r + eps / kappa)),
-            Identity("varying κ: step difference, split in two", m / (r * (1 - d)) - m / r, m / r * (d / (1 - d))),
-            Identity("each part at most Rδ/(1 − δ)", R * d / (1 - d) + R * d / (1 - d), 2 * R * d / (1 - d)),
+            Sign("compensated root", scaled, kappa * r),
+            Identity("ε = 0: first moment κm", kappa * m / scaled, m / r),
+            Identity("with ε", kappa * m / (scaled + eps), m / (r + eps / kappa)),
+            Identity("varying κ: what a root smaller by 1 − δ changes", m / (r * low) - m / r, m / r * d / low),
+            Identity("both parts at most Rδ/(1 − δ)", R * d / low + R * (1 / low - 1), 2 * R * d / low),
         ),
         conclusion="R bounds Σ a_i|g_i|/√v; κ_i = κ(1 + δ_i) moves Σ a_i g_i by at most δR√v and √v by a factor 1 ± δ.",
     )
@@ -157,16 +162,17 @@ def clipping() -> Proof:
 
 
 def non_uniform_gain() -> Proof:
-    mean, largest, d, floor = symbols("mean excess d δ")
+    mean, d, floor, at_floor = symbols("mean excess δ κ_δ")
     return Proof(
         "G4",
         "compensation by the mean amplifies the largest gain by max/mean; below δ it restores mean/δ",
+        zero={"κ = 1/mean": kappa * mean - 1, "κ_δ = 1/δ": at_floor * floor - 1},
         positive={"mean |g|": mean, "floor": floor},
         nonnegative={"largest above mean": d},
         steps=(
-            Identity("largest component", (mean + d) * (1 / mean), 1 + d / mean),
-            Sign("at least 1", (mean + d) / mean - 1, d / mean, strict=False),
-            Identity("below the floor", mean * (1 / floor), mean / floor),
+            Identity("largest component", (mean + d) * kappa, (mean + d) / mean),
+            Sign("at least 1", (mean + d) * kappa - 1, d / mean, strict=False),
+            Identity("below the floor", mean * at_floor, mean / floor),
         ),
     )
 
@@ -176,7 +182,7 @@ def half_step() -> Proof:
     return Proof(
         "P1",
         "half a bf16 step is 2^(e−8), and 2^(e−9) downward from a power of two; E = 2^e",
-        positive={"binade": e, "short of half a step": d},
+        positive={"short of half a step": d},
         zero={"update": u - (e / 256 - d)},
         steps=(
             Identity("half the step inside a binade", (e * (1 + (k + 1) / 128) - e * (1 + k / 128)) / 2, e / 256),

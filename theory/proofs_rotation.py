@@ -14,6 +14,8 @@ t, p, q = symbols("t p q")
 CIRCLE = c**2 + s**2 - 1
 STEP = {"circle": CIRCLE, "norm after": N**2 - (n + C * c) ** 2 - (C * s) ** 2}
 SIZES = {"norm": n, "update": C, "sine": s, "norm after": N}
+LENGTH = {"norm after": STEP["norm after"]}
+TURNING = {"update": C, "sine": s, "norm after": N}
 BY_NORM = {n: 1, N: (n + C * c) / N}
 BY_UPDATE = {C: 1, N: (C + n * c) / N}
 BY_ANGLE = {c: -s, s: c, N: -n * C * s / N}
@@ -96,7 +98,7 @@ def turn_bounds() -> Proof:
         "R3",
         "what C/n bounds, and what a measured cosine certifies",
         zero=STEP,
-        positive=SIZES,
+        positive={"norm": n, "update": C, "norm after": N},
         nonnegative={"acute": c},
         steps=(
             Identity("sine rule: sin θ = (C/n) sin(φ − θ)", u / N, C / n * (s * v / N - c * u / N)),
@@ -158,8 +160,8 @@ def stable_cosine() -> Proof:
     return Proof(
         "R5",
         "1 − cos θ without cancellation",
-        zero=STEP,
-        positive=SIZES,
+        zero=LENGTH,
+        positive=TURNING,
         steps=(
             NonZero("N + v ≠ 0 since u ≠ 0", N + v, N - v, u**2),
             Identity("1 − cos θ", 1 - v / N, u**2 / (N * (N + v))),
@@ -173,7 +175,7 @@ def relaxed_assumptions() -> Proof:
     return Proof(
         "R7",
         "unequal updates can reverse the order, and exactly when",
-        positive={"text norm over update": a, "excess": slack},
+        positive={"excess": slack},
         zero={"visual is relatively smaller": a - b - slack},
         steps=(
             Sign("at 90°, cot θ = n/C: the smaller n/C turns more", a - b, slack),
@@ -186,15 +188,16 @@ def relaxed_assumptions() -> Proof:
 
 def branch_invariance() -> Proof:
     h = symbols("h1:5")
-    r, alpha, beta, mean = symbols("r α β μ")
+    r, scaled, alpha, beta, mean = symbols("r R α β μ")
     return Proof(
         "S1",
         "normalisation forgets scale (and LayerNorm a shift), written for four coordinates",
-        zero={"length": r**2 - sum(x**2 for x in h), "mean": 4 * mean - sum(h)},
+        zero={"‖h‖": r**2 - sum(x**2 for x in h), "mean": 4 * mean - sum(h), "R = αr": scaled - alpha * r},
         positive={"length": r, "scale": alpha},
         steps=(
-            Identity("‖αh‖ = α‖h‖", (alpha * r) ** 2, sum((alpha * x) ** 2 for x in h)),
-            *(Identity(f"coordinate {i + 1}", alpha * x / (alpha * r), x / r) for i, x in enumerate(h)),
+            Identity("R = ‖αh‖", scaled**2, sum((alpha * x) ** 2 for x in h)),
+            Sign("which is a length", scaled, alpha * r),
+            *(Identity(f"coordinate {i + 1}", alpha * x / scaled, x / r) for i, x in enumerate(h)),
             Identity("the mean of αh + β1", sum(alpha * x + beta for x in h) / 4, alpha * mean + beta),
             Identity("centring removes β", alpha * h[0] + beta - (alpha * mean + beta), alpha * (h[0] - mean)),
         ),
