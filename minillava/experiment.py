@@ -23,7 +23,7 @@ from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.lm import LM
 from minillava.objectives import CellPool, CellReader, cell_loss, next_token_loss
 from minillava.presets import VARIANTS, Preset, Variant
-from minillava.tokenizer import IMAGE, Tokenizer, world_tokenizer
+from minillava.tokenizer import END, IMAGE, Tokenizer, render, world_tokenizer
 from minillava.train import TrainConfig, fit, gain_of
 from minillava.vit import ViT
 
@@ -272,12 +272,18 @@ def attention_measures(run: Run, model: MiniLLaVA) -> dict:
     batch = run.pool("test", samples).take(range(len(samples)))
     relevant = torch.from_numpy(place[None, :] == asked[:, None])  # (B, N)
     content = torch.from_numpy(cells[: len(samples)][:, place])  # (B, N): what each visual token should know
-    shown = probe.attention_map(model, run.pool("test", samples[:4]).take(range(4)))
+    shown = run.pool("test", samples[:4]).take(range(4))
+    assert shown.features is not None
+    answers = []
+    for sample, features in zip(samples, shown.features.to(run.device), strict=False):
+        ids, _ = render(run.data.tokenizer, [(sample.turns[0][0], None)], len(features))
+        answers += model.generate(torch.tensor([ids], device=run.device), END, features=features[None])
     return {
         "signal": probe.plain(probe.signal(model, batch, relevant)),
         "content": probe.plain(probe.content_probe(probe.visual_states(model, batch), content)),
-        "maps": shown["maps"].tolist(),
+        "maps": probe.attention_map(model, shown)["maps"].tolist(),
         "map_questions": [s.turns[0] for s in samples[:4]],
+        "map_answers": [run.data.tokenizer.decode(ids) for ids in answers],
     }
 
 
@@ -297,7 +303,7 @@ def run_variant(
         result = {"arm": name, "seed": seed, "stage2_lr": lr} | first | measure(run, model, rows)
         result["text_accuracy_before"] = before[0]["all"]["accuracy"]
         result["words_accuracy_before"] = before[1]["all"]["accuracy"]
-        results.append(result)
+        results.append(result | {"rates_chosen": rates is not None})
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for result in results:
         result |= {"seconds": time.perf_counter() - started, "worker_memory_gb": memory}

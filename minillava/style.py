@@ -25,8 +25,10 @@ ARM_COLOURS = {
     "scale": "#CC79A7",
     "discrete": "#B0B0B0",
     "post-norm": "#7A2E2E",
+    "aligned-frozen": "#4B4BA0",
+    "aligned-low": "#8A8A3C",
 }
-ARM_MARKERS = dict(zip(ARM_COLOURS, "osD^vPX", strict=True))
+ARM_MARKERS = dict(zip(ARM_COLOURS, "osD^vPX*h", strict=True))
 SEQUENTIAL = "viridis"  # for quantities with an order, such as layers or attention
 
 RC: dict[Any, Any] = {

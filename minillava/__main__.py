@@ -1,0 +1,5 @@
+"""`python -m minillava` is the `minillava` command."""
+
+from minillava.cli import main
+
+main()

@@ -1,0 +1,205 @@
+"""The `minillava` command: one function per verb, each thin."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from minillava.checkpoint import CheckpointError, load_model
+from minillava.train import TrainConfig, TrainingError
+
+SHIPPED = Path(__file__).parent / "checkpoint"
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reproduce(
+    preset: Literal["quick", "paper", "tiny", "paper-slice"] = "quick",
+    seeds: int | None = None,
+    arms: tuple[str, ...] = (),
+    jobs: int | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+    open_report: bool = False,
+) -> int:
+    """Train every arm of a preset, measure it, and write a report.
+
+    Args:
+        preset: quick (two cores, minutes), paper (one GPU, hours), tiny and paper-slice (their code paths, seconds).
+        seeds: How many seeds; three or more give paired differences with intervals.
+        arms: Only these variants, by name.
+        jobs: How many variants at a time; 2 on a CPU, 1 on a GPU.
+        out: Where everything goes; runs/<preset> by default. A stopped run resumes from there.
+        device: cpu or cuda.
+        open_report: Show the report in a browser at the end.
+    """
+    from minillava.presets import PRESETS, VARIANTS
+    from minillava.report import summary_table, write_report
+    from minillava.reproduce import reproduce as run
+
+    chosen = PRESETS[preset]()
+    if seeds is not None:
+        if seeds < 1:
+            raise ValueError(f"--seeds {seeds}: at least 1 is needed")
+        chosen = chosen.with_seeds(seeds)
+    if arms:
+        unknown = [name for name in arms if name not in VARIANTS]
+        if unknown:
+            raise ValueError(f"--arms {unknown[0]}: unknown; choose from {', '.join(VARIANTS)}")
+        chosen = replace(chosen, variants=arms)
+    device = device or default_device()
+    out = out or Path("runs") / preset
+    console = Console()
+    results = run(chosen, out, jobs or (1 if device.startswith("cuda") else 2), device, console)
+    report = write_report(results, out)
+    console.print(summary_table(results))
+    console.print(f"{results['seconds'] / 60:.1f} minutes, report: {report}")
+    if open_report:
+        webbrowser.open(report.resolve().as_uri())
+    return 0
+
+
+def train(
+    data: Path,
+    out: Path,
+    stage: Literal[1, 2] = 1,
+    init: Path = SHIPPED,
+    arm: Literal["base", "default", "aligned", "gwc", "scale", "discrete"] | None = None,
+    validation: Path | None = None,
+    train_vision: bool = False,
+    device: str | None = None,
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig(eval_every=50),  # noqa: B008
+) -> int:
+    """Train one stage on a folder of pictures and conversations in LLaVA's format.
+
+    Args:
+        data: Folder with JSON files (id, image, conversations) and the pictures they name, or one JSON file in it.
+        out: Run folder: metrics.jsonl, the state that a stopped run resumes from, and at the end model/.
+        stage: 1 trains projector and arm, from a fresh projector; 2 also the language model, going on from --init.
+        init: Model folder whose towers are used; the one that ships with the package by default.
+        arm: What stands between projector and language model; the init's own by default.
+        validation: Another such folder or JSON file; its loss is measured on the way.
+        train_vision: Stage 2 trains the vision tower too.
+        device: cpu or cuda.
+        config: Settings of the training.
+    """
+    from minillava.finetune import finetune
+
+    result = finetune(data, init, out, config, stage, arm, validation, train_vision, device or default_device())
+    Console().print(f"{result['samples']} samples, loss {result['loss_first']:.3f} -> {result['loss_last']:.3f}")
+    if validation:
+        before, after = result["validation_before"], result["validation_after"]
+        Console().print(f"validation loss {before:.3f} -> {after:.3f}")
+    Console().print(f"model folder: {out / 'model'}")
+    return 0
+
+
+def generate(
+    image: tuple[Path, ...] = (),
+    prompt: str = "describe .",
+    model: Path = SHIPPED,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> int:
+    """Answer a prompt about each picture (or without one).
+
+    Args:
+        image: PNG or JPEG files; each is asked about by itself, all in one batch.
+        prompt: What to ask.
+        model: Model folder; the one that ships with the package by default.
+        max_new_tokens: Longest answer.
+        temperature: 0 is greedy.
+        top_p: Share of the probability that is sampled from.
+        seed: Of the sampling.
+    """
+    from minillava.generate import answer
+
+    llava, tokenizer, _ = load_model(model)
+    answers = answer(llava, tokenizer, prompt, list(image), max_new_tokens, temperature, top_p, seed)
+    for path, text in zip(image or ("",), answers, strict=True):
+        print(f"{path}: {text}" if len(image) > 1 else text)
+    return 0
+
+
+def probe(model: Path = SHIPPED, images: int = 100, out: Path | None = None, attention: bool = False) -> int:
+    """Measure how a model's tokens turn: norms, updates, angles and cosines, layer by layer.
+
+    Args:
+        model: Model folder of minillava; the one that ships with the package by default.
+        images: How many scenes of the built-in world to look at.
+        out: Folder for probe.json and the figures.
+        attention: Also the share of attention that text gives to the image (one more pass).
+    """
+    from minillava.world_probe import probe_world
+
+    probe_world(model, images, out, attention, Console())
+    return 0
+
+
+def check_data(data: Path, quick: bool = False, model: Path = SHIPPED) -> int:
+    """Read a data folder once and name every sample that training would stumble over.
+
+    Args:
+        data: Folder in LLaVA's format, or one JSON file in it.
+        quick: Read the headers of pictures only.
+        model: Model folder whose tokenizer counts the tokens.
+    """
+    from minillava.check_data import check_data as check
+
+    llava, tokenizer, _ = load_model(model)
+    report = check(data, llava.config.vision.num_patches, tokenizer, full=not quick)
+    for line in report.lines():
+        print(line)
+    return 1 if report.problems else 0
+
+
+def memory(preset: Literal["quick", "paper", "tiny", "paper-slice"] = "quick") -> int:
+    """Estimate the memory of each training of a preset, without running it."""
+    from minillava.memory import estimate
+    from minillava.presets import PRESETS
+
+    rows = estimate(PRESETS[preset]())
+    table = Table("training", *list(rows[0])[1:], title=f"GiB, preset {preset}")
+    for row in rows:
+        table.add_row(row["training"], *(f"{value:.2f}" for value in list(row.values())[1:]))
+    Console().print(table)
+    return 0
+
+
+VERBS: dict[str, Any] = {
+    "reproduce": reproduce,
+    "train": train,
+    "generate": generate,
+    "probe": probe,
+    "check-data": check_data,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    """Run a verb. Errors that a user can mend are one line on stderr and exit code 1; Ctrl-C is exit code 130."""
+    try:
+        code: int = tyro.extras.subcommand_cli_from_dict(VERBS, prog="minillava", description=__doc__)
+    except (CheckpointError, TrainingError, ValueError, OSError) as error:
+        print(f"minillava: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt as interrupt:
+        print(f"minillava: {interrupt or 'stopped'}; the same command resumes", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
