@@ -202,16 +202,9 @@ def _unpair(weight: Tensor, heads: int, size: int) -> Tensor:
 
 def _llama_config(config: dict, source: str) -> LMConfig:
     """A Llama config, in transformers' words, in ours."""
-    needed = (
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     fixed = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    _check_config(config, needed, fixed, source)
+    _check_config(config, ("model_type", *sizes), fixed, source)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     heads, head_size = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
     derived = {

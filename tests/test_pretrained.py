@@ -377,7 +377,7 @@ def test_directories_that_are_not_checkpoints_are_refused(tmp_path):
 # ---- GGUF
 
 
-def write_gguf(path, llama, kind="F32", facts=(), extra=(), arch="llama"):
+def write_gguf(path, llama, kind="F32", facts=(), extra=(), without="", arch="llama"):
     """What llama.cpp's converter writes: its names, q and k with their rows in pairs, matrices of type `kind`."""
     gguf = pytest.importorskip("gguf", reason="the package gguf reads and writes these files")
     config, quantisation = llama.config, gguf.GGMLQuantizationType[kind]
@@ -395,7 +395,7 @@ def write_gguf(path, llama, kind="F32", facts=(), extra=(), arch="llama"):
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in [*llama.state_dict().items(), *extra]:
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         packed = tensor.numpy()
         if tensor.dim() == 2:
@@ -428,6 +428,8 @@ def test_gguf_gives_the_same_logits(tmp_path, kind, tied):
     [
         ({"arch": "qwen2"}, "model_type='qwen2', and only 'llama' fits"),
         ({"facts": [("add_key_length", 16)]}, "head_dim=16, and only 8 fits"),
+        ({"without": "model.layers.1.mlp.up_proj.weight"}, "layers.1.mlp.up_proj.weight is missing"),
+        ({"without": "model.norm.weight"}, "norm.weight is missing"),
         ({"extra": [("rope_freqs.weight", torch.ones(4))]}, "rope_freqs.weight has no place"),
         (
             {"extra": [("blk.1.attn_q.bias", torch.ones(32))]},
