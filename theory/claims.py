@@ -45,7 +45,8 @@ PAPER = (
         "persistence: the initial norm gap is carried through the layers",
         "holds if",
         "the squared gap persists exactly if updates have no direction on average (D2); the gap itself never grows, the "
-        "ratio shrinks toward 1 (D1, D2), and under one fixed obtuse angle nothing persists (D3)",
+        "ratio shrinks toward 1 (D1, D2), which bounds total turns at acute angles (D5), and under one fixed obtuse angle "
+        "nothing persists (D3)",
         ("D1", "D2", "D3", "D5"),
     ),
     PaperClaim(
