@@ -94,7 +94,9 @@ def _forward_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, comp
 def _backward_reference(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, compensate: bool):
     """δ again: a mean rounded to fp32 is not exact enough to rebuild x̂ when |mean| is far above the spread."""
     dtype, D = _statistics_dtype(x), x.shape[-1]
-    dy_, d = dy.reshape(-1, D).to(dtype), x.reshape(-1, D).to(dtype) - mean.reshape(-1, 1)  # (M, D)
+    # contiguous() fixes the order in which PyTorch sums, so that strides never change a bit
+    dy_ = dy.contiguous().reshape(-1, D).to(dtype)  # (M, D)
+    d = x.contiguous().reshape(-1, D).to(dtype) - mean.reshape(-1, 1)
     rstd, g = rstd.reshape(-1, 1), weight.to(dtype)
     xhat = (d - d.mean(-1, keepdim=True)) * rstd
     w = dy_ * g

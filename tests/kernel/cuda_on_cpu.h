@@ -19,6 +19,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
+
+#include <initializer_list>
 
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
@@ -77,7 +80,7 @@ inline void* kernel_closure;
 
 INTERNAL inline void fail(const char* file, int line, const char* what) {
   fprintf(stderr, "%s:%d: %s\n", file, line, what);
-  _exit(66);
+  _exit(70);
 }
 
 INTERNAL inline void switch_to(Fibre* to) {
@@ -99,7 +102,7 @@ INTERNAL inline int thread_number(const Fibre* f) { return f->thread.x + f->thre
 // to the next barrier lends none of what it does there to one that has yet to leave this one.
 INTERNAL inline void wait(State kind, const char* file, int line) {
   Fibre* self = current;
-  char* sync = nullptr;
+  [[maybe_unused]] char* sync = nullptr;
   if (kind == kBlock) sync = block_sync + (self->turns[0]++ & 1);
   if (kind == kWarpWide) sync = warp_sync + thread_number(self) / 32 * 2 + (self->turns[1]++ & 1);
   self->state = kind, self->file = file, self->line = line;
@@ -180,6 +183,8 @@ INTERNAL inline void run_block(int count) {
     if (fibres[i].state != kDone) fail(fibres[i].file, fibres[i].line, "stuck: the threads wait for different things");
 }
 
+INTERNAL inline void place(dim3 grid, dim3 block, dim3 index) { gridDim = grid, blockDim = block, blockIdx = index; }
+
 inline char* pages(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) fail(__FILE__, __LINE__, "out of memory");
@@ -196,9 +201,9 @@ constexpr bool kReuse = true;
 inline void run_grid(dim3 grid, dim3 block, void (*body)(void*), void* closure) {
   const int count = block.x * block.y, blocks = grid.x * grid.y, kept = kReuse ? 1 : blocks;
   if (count % 32) fail(__FILE__, __LINE__, "this stand-in wants whole warps");
-  const size_t stacks = size_t(count) * kStack, records = sizeof(Fibre) * count, syncs = 64 + count / 32 * 2;
+  const size_t stacks = size_t(count) * kStack, records = (sizeof(Fibre) * count + 63) / 64 * 64, syncs = 64 + (count / 32 * 2 + 63) / 64 * 64;
   char* memory = pages(kept * (stacks + records + kSharedBytes + syncs));
-  gridDim = grid, blockDim = block, kernel_body = body, kernel_closure = closure;
+  kernel_body = body, kernel_closure = closure;
 #ifdef __SANITIZE_THREAD__
   scheduler_tsan = __tsan_get_current_fiber();
 #endif
@@ -211,7 +216,7 @@ inline void run_grid(dim3 grid, dim3 block, void (*body)(void*), void* closure) 
     __asan_poison_memory_region(shared_memory, kSharedBytes);
 #endif
     memset(arrays, 0, sizeof arrays), shared_used = 0;
-    blockIdx = dim3(b % grid.x, b / grid.x);
+    place(grid, block, dim3(b % grid.x, b / grid.x));
     for (int i = 0; i < count; ++i) {
       Fibre& f = fibres[i];
       f = Fibre{};
