@@ -70,40 +70,47 @@ def paired(runs: list[dict], arm: str, reference: str, key: str) -> dict[str, Di
 
 def summary(results: dict) -> str:
     """One paragraph made from the numbers alone: what held, what did not, and what cannot be said."""
-    runs, arms = results["runs"], list(dict.fromkeys(run["arm"] for run in results["runs"]))
+    runs, arms = results["runs"], {run["arm"] for run in results["runs"]}
     seeds = len({run["seed"] for run in runs})
     sentences = []
     if seeds < 3:
         number = {1: "One seed supports", 2: "Two seeds support"}[seeds]
-        sentences.append(f"**{number} no conclusion about which arm is better**: below are the numbers of these runs.")
-    else:
-        sentences.append(f"Over {seeds} seeds, paired by seed, with 95 % intervals:")
+        sentences.append(f"**{number} no conclusion about which arm is better**; these are the numbers of one try.")
     if "base" in arms:
         sentences += disparity(runs)
-        for arm in ("aligned", "gwc", "default", "scale"):
-            if arm in arms:
-                sentences += [compared(runs, arm, "base", key) for key in ("visual_accuracy", "stage1_caption_loss")]
-    if "gwc" in arms and "aligned" in arms:
-        sentences.append(compared(runs, "gwc", "aligned", "visual_accuracy"))
-    if "post-norm" in arms and "base" in arms:
+    if {"base", "post-norm"} <= arms:
         sentences.append(control(runs))
+    pairs = [(arm, "base") for arm in ("aligned", "gwc", "default", "scale") if {arm, "base"} <= arms]
+    pairs += [("gwc", "aligned")] if {"gwc", "aligned"} <= arms else []
+    found = [row for key in ("visual_accuracy", "stage1_caption_loss") for row in comparisons(runs, pairs, key)]
+    if seeds < 3:
+        sentences.append("Differences: " + "; ".join(f"{words} {d}" for words, d, _ in found) + ".")
+        return " ".join(sentences)
+    groups = {
+        f"Better over {seeds} seeds (paired, 95 % interval above no difference)": [
+            r for r in found if r[2] == "better"
+        ],
+        "Worse, with the same certainty": [r for r in found if r[2] == "worse"],
+        "Not significant": [r for r in found if r[2] == "not significant"],
+    }
+    for title, rows in groups.items():
+        sentences.append(f"{title}: " + ("; ".join(f"{words} {d}" for words, d, _ in rows) or "nothing") + ".")
     return " ".join(sentences)
 
 
-def compared(runs: list[dict], arm: str, reference: str, key: str) -> str:
-    """'aligned − base in visual accuracy: +0.021 [..] at 0.0003 (significant, better), ...'."""
+def comparisons(runs: list[dict], pairs: list[tuple[str, str]], key: str) -> list[tuple[str, Difference, str]]:
+    """(words, difference, verdict) of each pair of arms at each rate."""
     words, more_is_better = MEASURES[key]
-    differences = paired(runs, arm, reference, key)
-    if key.startswith("stage1"):  # the same run of stage 1 stands before every rate of stage 2
-        differences = dict(list(differences.items())[:1])
-    parts = []
-    for rate, d in differences.items():
-        verdict = ""
-        if d.seeds >= 3:
-            good = (d.mean > 0) == more_is_better
-            verdict = f" ({'better' if good else 'worse'})" if d.significant else " (not significant)"
-        parts.append(f"{d}{verdict}" + ("" if key.startswith("stage1") else f" at rate {rate}"))
-    return f"{arm} − {reference} in {words}: {', '.join(parts)}."
+    rows = []
+    for arm, reference in pairs:
+        differences = list(paired(runs, arm, reference, key).items())
+        if key.startswith("stage1"):  # the same run of stage 1 stands before every rate of stage 2
+            differences = [("", difference) for _, difference in differences[:1]]
+        for rate, d in differences:
+            verdict = "better" if (d.mean > 0) == more_is_better else "worse"
+            at = f" at rate {rate}" if rate else ""
+            rows.append((f"{arm} − {reference} in {words}{at}", d, verdict if d.significant else "not significant"))
+    return rows
 
 
 def disparity(runs: list[dict]) -> list[str]:

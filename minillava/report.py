@@ -36,7 +36,7 @@ body { font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b; max-width: 60rem; 
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2.6rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: right } th { border-bottom-color: #888 }
-th:first-child, td:first-child { text-align: left } img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
+th:first-child, td:first-child { text-align: left; white-space: nowrap } img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
 code { background: #f3f3f3; padding: .1rem .3rem; border-radius: 3px }
 """
 
@@ -187,7 +187,7 @@ def cosines(report: Report, results: dict) -> None:
     )
     first = shown(results)[0]
     trace = to_trace(first["trace"])
-    says = "Measured turn of each branch against theory, told everything, told means, told means that both modalities share"
+    says = "Measured turn of each branch against theory: told everything, told means, told means that both share"
     report.figure("predictions", figures.plot_predictions(trace), f"{says} (arm {first['arm']}).")
     says = "Update sizes C and angles φ: are they the same for both modalities, as A1 and A2 assume?"
     report.figure("steps", figures.plot_steps(trace), f"{says} (arm {first['arm']}).")
@@ -210,8 +210,8 @@ def discrete(report: Report, results: dict) -> None:
     report.text(
         "The discrete arm's words began at the norm of the base arm's visual tokens. It now enters at "
         f"{drawn['discrete']['interface_end']['visual']['mean']:.1f} "
-        f"(base: {drawn['base']['interface_end']['visual']['mean']:.1f}), and the first layer leaves its tokens a cosine "
-        f"of {drawn['discrete']['cosine_visual'][0]:.2f} (base: {drawn['base']['cosine_visual'][0]:.2f})."
+        f"(base: {drawn['base']['interface_end']['visual']['mean']:.1f}), and the first layer leaves its tokens "
+        f"a cosine of {drawn['discrete']['cosine_visual'][0]:.2f} (base: {drawn['base']['cosine_visual'][0]:.2f})."
     )
 
 
@@ -231,10 +231,10 @@ def accuracy(report: Report, results: dict) -> None:
     )
     differences(report, results)
     report.text(
-        "The paper's results for the same arms, to compare signs with, not values (its average of benchmarks, and MMLU):"
+        "The paper's results for the same arms, to compare signs with, not values (average of benchmarks, MMLU):"
     )
-    rows = [(name, f"{average:.2f}", f"{mmlu:.2f}") for name, average, mmlu in PAPER_TABLE]
-    report.table(("backbone and arm", "average", "MMLU"), rows)
+    paper = [(name, f"{average:.2f}", f"{mmlu:.2f}") for name, average, mmlu in PAPER_TABLE]
+    report.table(("backbone and arm", "average", "MMLU"), paper)
     kinds = [kind for kind in results["runs"][0]["visual_accuracy_by_kind"] if kind != "all"]
     report.text("By kind of question:")
     report.runs(
@@ -410,10 +410,10 @@ def summary_table(results: dict) -> Table:
     """The end of `minillava reproduce` in the terminal, 80 columns wide."""
     table = Table(
         title=f"preset {results['preset']['name']}",
-        caption="norm: visual / text at the LM's input; cos: first layer, visual and text; caption: loss after stage 1;\n"
+        caption="norm: visual / text at the LM's input; cos: first layer, visual and text; caption: stage 1;\n"
         "visual, blank: questions with and without the picture; text: tested text-only; 95 %: steps to get there",
         box=SIMPLE_HEAD,
-        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     columns: dict[str, Callable[[dict], object]] = {
         "arm": lambda run: run["arm"],
