@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minillava import lm, objectives, probe, scenes, tokenizer, train, vit, world
+from minillava.checkpoint import save_model
 from minillava.data import Batch, Pool, normalize
 from minillava.evaluate import accuracy, cell_accuracy, mean_loss
 from minillava.llava import LLaVAConfig, MiniLLaVA
@@ -303,6 +304,16 @@ def run_variant(
         result = {"arm": name, "seed": seed, "stage2_lr": lr} | first | measure(run, model, rows)
         result["text_accuracy_before"] = before[0]["all"]["accuracy"]
         result["words_accuracy_before"] = before[1]["all"]["accuracy"]
+        notes = {
+            "command": f"minillava reproduce --preset {preset.name}",
+            "arm": name,
+            "seed": seed,
+            "stage1_lr": stage1_lr,
+            "stage2_lr": lr,
+            "world": asdict(preset.world),
+            "visual_accuracy": result["visual_accuracy"],
+        }
+        save_model(run.folder / f"model-{lr:g}", model, run.data.tokenizer, notes)
         results.append(result | {"rates_chosen": rates is not None})
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for result in results:

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from minillava import curves, figures, style
-from minillava.compare import MEASURES, paired, rate_label, summary
+from minillava.compare import MEASURES, average, paired, rate_label, summary
 from minillava.experiment import preset_from_json
 from minillava.probe import Trace
 from minillava.world import build_split
@@ -387,6 +387,28 @@ def post_norm(report: Report, results: dict) -> None:
 def settings(report: Report, results: dict) -> None:
     everything = json.dumps(results["preset"] | {"machine": results["machine"]}, indent=1)
     report.text("## Settings", "Everything that was set, seeds included:", f"```json\n{everything}\n```")
+
+
+def readme_table(results: dict) -> str:
+    """The table of the README: means over seeds, by arm and stage-2 rate."""
+    rates = list(dict.fromkeys(rate_label(run) for run in results["runs"]))
+    lines = [
+        "| arm | visual / text norm | cosine, layer 1: visual | text | caption loss, stage 1 | "
+        + " | ".join(f"visual questions, rate {rate}" for rate in rates)
+        + " | text-only, after |",
+        "|---|" + "---:|" * (5 + len(rates)),
+    ]
+    for arm, runs in by_arm(results["runs"]).items():
+        cells = [
+            f"{average(run['norm_visual'][0] / run['norm_text'][0] for run in runs):.1f}",
+            f"{average(run['cosine_visual'][0] for run in runs):.2f}",
+            f"{average(run['cosine_text'][0] for run in runs):.2f}",
+            f"{average(run['stage1_caption_loss'] for run in runs):.3f}",
+        ]
+        cells += [f"{average(r['visual_accuracy'] for r in runs if rate_label(r) == rate):.3f}" for rate in rates]
+        cells.append(f"{average(run['text_accuracy_after'] for run in runs):.3f}")
+        lines.append(f"| `{arm}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 SECTIONS: tuple[Callable[[Report, dict], None], ...] = (

@@ -1,0 +1,31 @@
+# `make demo` and `make test` are all that a newcomer needs; both set up what they use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint setup build clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/minillava reproduce --preset quick --open-report
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Compile the LayerNorm kernels against the torch that is installed: CUDA where there is a toolkit, else C++.
+build: setup
+	MINILLAVA_BUILD=1 $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+
+clean:
+	rm -rf $(VENV) build *.egg-info minillava/*.so
