@@ -153,6 +153,11 @@ def attention_by_hand(block, x, states, i, ids):
     return block.self_attn.o_proj(torch.cat(heads, dim=-1))
 
 
+def swiglu_by_hand(mlp, x):
+    gate = x @ mlp.gate_proj.weight.T
+    return (gate / (1 + (-gate).exp()) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+
+
 @pytest.mark.parametrize("post_norm", [False, True])
 @torch.no_grad()
 def test_states_are_the_residual_stream_and_observing_changes_nothing(post_norm):
@@ -167,10 +172,10 @@ def test_states_are_the_residual_stream_and_observing_changes_nothing(post_norm)
         first, second = block.input_layernorm, block.post_attention_layernorm
         if post_norm:
             attn = first(before + attention_by_hand(block, before, states, i, ids))
-            mlp = second(states[f"block{i}.attn"] + block.mlp(states[f"block{i}.attn"]))
+            mlp = second(states[f"block{i}.attn"] + swiglu_by_hand(block.mlp, states[f"block{i}.attn"]))
         else:
             attn = before + attention_by_hand(block, first(before), states, i, ids)
-            mlp = states[f"block{i}.attn"] + block.mlp(second(states[f"block{i}.attn"]))
+            mlp = states[f"block{i}.attn"] + swiglu_by_hand(block.mlp, second(states[f"block{i}.attn"]))
         torch.testing.assert_close(states[f"block{i}.attn"], attn, **CLOSE)
         torch.testing.assert_close(states[f"block{i}.mlp"], mlp, **CLOSE)
         before = states[f"block{i}.mlp"]
