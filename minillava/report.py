@@ -36,7 +36,8 @@ body { font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b; max-width: 60rem; 
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2.6rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: right } th { border-bottom-color: #888 }
-th:first-child, td:first-child { text-align: left; white-space: nowrap } img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
+th:first-child, td:first-child { text-align: left; white-space: nowrap }
+img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
 code { background: #f3f3f3; padding: .1rem .3rem; border-radius: 3px }
 """
 
