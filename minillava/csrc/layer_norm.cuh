@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 // Adds the partial sums of the blockDim.y rows that share a block, from the last to the first, and writes them out once.
 // `fold` holds one row's worth at a time, [2·kPack][blockDim.x], so that neighbouring threads touch neighbouring words.
 __device__ inline void write_partial(float (&sum)[2][kPack], float* fold, float* partial, int col, int64_t D) {
-  for (int y = blockDim.y - 1; y > 0; --y) {
+  for (unsigned y = blockDim.y - 1; y > 0; --y) {
     if (threadIdx.y == y)
       for (int k = 0; k < 2 * kPack; ++k) fold[k * blockDim.x + threadIdx.x] = sum[k / kPack][k % kPack];
     __syncthreads();
