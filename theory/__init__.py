@@ -33,7 +33,7 @@ _HOMES = {
     "theory.precision": ("round_to_bf16", "lost_below", "update_lost", "all_bf16", "frozen_from", "audit_gain"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

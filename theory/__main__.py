@@ -58,7 +58,11 @@ def _print_json(examined) -> None:
         }
         for one in examined
     ]
-    print(json.dumps({"claims": claims, "paper": [dataclasses.asdict(paper) for paper in PAPER]}, ensure_ascii=False, indent=1))
+    print(
+        json.dumps(
+            {"claims": claims, "paper": [dataclasses.asdict(paper) for paper in PAPER]}, ensure_ascii=False, indent=1
+        )
+    )
 
 
 def _print_claim(one) -> None:
@@ -70,7 +74,9 @@ def _print_claim(one) -> None:
     print(explain(claim.id) or "No symbolic proof.")
     print()
     for finding in one.findings:
-        print(f"{'✓' if finding.passed else '✗'} {finding.kind} ({finding.about}), {finding.seconds:.2f} s: {finding.detail}")
+        print(
+            f"{'✓' if finding.passed else '✗'} {finding.kind} ({finding.about}), {finding.seconds:.2f} s: {finding.detail}"
+        )
     print(f"Verdict: {one.verdict}" + (f" ({claim.reason})" if claim.reason else ""))
 
 
@@ -83,7 +89,9 @@ def _print_table(ids: list[str]):
 
     console = Console()
     examined = [
-        one for claim in track(ids, "examining", console=Console(stderr=True), transient=True) for one in examine_all([claim])
+        one
+        for claim in track(ids, "examining", console=Console(stderr=True), transient=True)
+        for one in examine_all([claim])
     ]
     table = Table(title="The ledger", title_justify="left")
     for column in ("id", "claim", "evidence (seconds)", "verdict"):

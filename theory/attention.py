@@ -212,9 +212,7 @@ def mass_bounds(
     Below by Jensen, 1/(1 + N ₀F₁ e^{−λS}); above by ½(1 + F_d(S)^N) for every λ, and by ½ if λS ≤ ln N.
     Raises ValueError unless −1 ≤ S ≤ 1, d ≥ 2, N ≥ 1, λ ≥ 0.
     """
-    read = Reader(
-        similarity=similarity, width=width, distractors=distractors, inverse_temperature=inverse_temperature
-    )
+    read = Reader(similarity=similarity, width=width, distractors=distractors, inverse_temperature=inverse_temperature)
     require("distractors", read["distractors"], read["distractors"] >= 1, "at least 1")
     S, N, lam = read["similarity"], read["distractors"], read["inverse_temperature"]
     exponent = np.log(N) + log_moment(lam, read["width"]) - lam * S

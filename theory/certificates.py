@@ -145,7 +145,11 @@ AIMLESS = B1 | {"C": (0.5, 2.0), "m": (0.0, 0.01), "cos a": (0.2, 0.9)}
 STATEMENTS = (
     Statement("R1", "θ falls with n", falls_with_norm, {"x": (1e-4, 1e4), "φ": (1e-3, 3.14)}),
     Statement(
-        "R1", "θ rises with n", lambda x, phi: -falls_with_norm(x, phi), {"x": (1e-4, 1e4), "φ": (1e-3, 3.14)}, "refuted"
+        "R1",
+        "θ rises with n",
+        lambda x, phi: -falls_with_norm(x, phi),
+        {"x": (1e-4, 1e4), "φ": (1e-3, 3.14)},
+        "refuted",
     ),
     Statement("R2", "tan θ falls with n", tangent_falls, {"n": (1.0, 3.5), "step": (0.1, 3.0)}, "refuted"),
     Statement("R4", "Nθ falls with n: sin θ > θ cos θ", lambda t: (t.sin() - t * t.cos()) / t**3, {"θ": (0.05, 3.14)}),

@@ -17,7 +17,6 @@ from functools import lru_cache
 
 import sympy as sp
 
-
 DEL, GE = r"\partial", r"\ge"
 
 

@@ -1,5 +1,7 @@
 """The ledger's claims about attention (A1-A5), with their numeric evidence."""
 
+# ruff: noqa: E501 - a claim's sentence and its evidence's sentence stay on one line
+
 from __future__ import annotations
 
 import numpy as np
@@ -41,13 +43,19 @@ def _one_step() -> Outcome:
     psi = np.pi * rng.random(100_000)
     direct = np.cos(psi - 2 * t) - np.cos(psi - t - v)
     geodesic = np.max(np.abs(direct - attention.geodesic_loss(psi, v, t)))
-    return Outcome(bool(agree.all()) and geodesic < 32 * EPS, f"criterion right in {agree.sum():,} of 100,000; geodesic form off by {geodesic:.1e}")
+    return Outcome(
+        bool(agree.all()) and geodesic < 32 * EPS,
+        f"criterion right in {agree.sum():,} of 100,000; geodesic form off by {geodesic:.1e}",
+    )
 
 
 def _overshoot() -> Outcome:
     loss = attention.geodesic_loss(1.0, 0.1, 0.9)
     directionless = attention.step_alignment(0.5, 1.0, 0.0) - attention.step_alignment(0.5, 0.1, 0.0)
-    return Outcome(bool(loss < 0 and directionless < 0), f"ψ_0 = 1, Θ_t = .9: S_bal − S_imb = {loss:.3f} (overshoot); κ = 0: {directionless:.3f}")
+    return Outcome(
+        bool(loss < 0 and directionless < 0),
+        f"ψ_0 = 1, Θ_t = .9: S_bal − S_imb = {loss:.3f} (overshoot); κ = 0: {directionless:.3f}",
+    )
 
 
 def _criterion() -> Outcome:
@@ -61,10 +69,24 @@ def _criterion() -> Outcome:
     peak = attention.critical_norm(C, k, m)
     harmonic, arithmetic = 2 * v * t / (v + t), (v + t) / 2
     sides = (hurts | (peak >= harmonic)) & (~hurts | (peak < arithmetic))
-    return Outcome(bool(agree.all() and sides.all()), f"criterion right in {agree.sum():,} of 100,000; n_c < H suffices, n_c < A is necessary")
+    return Outcome(
+        bool(agree.all() and sides.all()),
+        f"criterion right in {agree.sum():,} of 100,000; n_c < H suffices, n_c < A is necessary",
+    )
 
 
-def simulate_pair(norm_q: float, norm_k: float, *, drift: float, cosine: float, update: float, layers: int, width: int, rng, count: int):
+def simulate_pair(
+    norm_q: float,
+    norm_k: float,
+    *,
+    drift: float,
+    cosine: float,
+    update: float,
+    layers: int,
+    width: int,
+    rng,
+    count: int,
+):
     """Similarities of `count` query-key pairs that both drift toward one target, each with noise of its own (A3).
 
     The start's part across the target is a random direction of its own too, as A3's product of expectations has it.
@@ -88,7 +110,9 @@ def _monte_carlo() -> Outcome:
         q_t, q_v = (attention.alignment(n, 1, 0.3, m, 32) for n in (LLAVA_TEXT, LLAVA_VISUAL))
         # The noise vectors of a random walk are orthonormal up to 1/√D, hence the allowance.
         passed = passed and abs(balanced.mean() - q_t**2) < 0.01 and abs(imbalanced.mean() - q_t * q_v) < 0.01
-        passed = passed and (imbalanced.mean() < balanced.mean()) == attention.imbalance_hurts(LLAVA_VISUAL, LLAVA_TEXT, 1, 0.3, m, 32)
+        passed = passed and (imbalanced.mean() < balanced.mean()) == attention.imbalance_hurts(
+            LLAVA_VISUAL, LLAVA_TEXT, 1, 0.3, m, 32
+        )
         parts.append(f"m = {m}: balanced {balanced.mean():.3f}, imbalanced {imbalanced.mean():.3f}")
     return Outcome(bool(passed), "; ".join(parts))
 
@@ -100,7 +124,10 @@ def _behind() -> Outcome:
     A, H = (v + t) / 2, 2 * v * t / (v + t)
     says = G * (1 - peak / A) + k * (H - peak) > 0
     q_v, q_t = (float(attention.alignment(n, C, k, m, L)) for n in (v, t))
-    return Outcome(says != (q_v < q_t), f"cos a = −.9: the criterion says {'hurts' if says else 'helps'}, but q(n_v) = {q_v:.3f}, q(n_t) = {q_t:.3f}")
+    return Outcome(
+        says != (q_v < q_t),
+        f"cos a = −.9: the criterion says {'hurts' if says else 'helps'}, but q(n_v) = {q_v:.3f}, q(n_t) = {q_t:.3f}",
+    )
 
 
 def _noise() -> Outcome:
@@ -114,7 +141,10 @@ def _noise() -> Outcome:
         parts.append(f"θ_k = {turn_k}: {s.var():.5f} ({expected:.5f})")
     uniform = unit(rng.standard_normal((count, d))) @ q
     passed = passed and abs(uniform.var() * d - 1) < 4.5 * np.sqrt(2 / count)
-    return Outcome(bool(passed), f"variance, simulated (formula), {', '.join(parts)}; uniform keys {uniform.var():.5f} (1/d = {1 / d:.5f})")
+    return Outcome(
+        bool(passed),
+        f"variance, simulated (formula), {', '.join(parts)}; uniform keys {uniform.var():.5f} (1/d = {1 / d:.5f})",
+    )
 
 
 def _noise_reversed() -> Outcome:
@@ -143,19 +173,29 @@ def _moment() -> Outcome:
     excess = np.max(attention.log_moment(lam, d) / (lam**2 / (2 * d)) - 1)
     d, N = 128, 576
     critical = attention.critical_similarity(d, N)
-    below, above = attention.argmax_probability(0.5 * critical, d, N), attention.argmax_probability(1.5 * critical, d, N)
+    below, above = (
+        attention.argmax_probability(0.5 * critical, d, N),
+        attention.argmax_probability(1.5 * critical, d, N),
+    )
     passed = excess <= 64 * EPS and below < 0.01 and above > 0.99
-    return Outcome(bool(passed), f"ln ₀F₁ ≤ λ²/2d; S* = {critical:.3f} at d = 128, N = 576: argmax {below:.3f} at S*/2, {above:.3f} at 1.5 S*")
+    return Outcome(
+        bool(passed),
+        f"ln ₀F₁ ≤ λ²/2d; S* = {critical:.3f} at d = 128, N = 576: argmax {below:.3f} at S*/2, {above:.3f} at 1.5 S*",
+    )
 
 
 def _end_to_end() -> Outcome:
     rng, parts, results = np.random.default_rng(37), [], {}
     for C in (0.4, 1.0):
         for name, norm in (("balanced", LLAVA_TEXT), ("imbalanced", LLAVA_VISUAL)):
-            S = simulate_pair(LLAVA_TEXT, norm, drift=0.5, cosine=0.0, update=C, layers=32, width=128, rng=rng, count=2000)
+            S = simulate_pair(
+                LLAVA_TEXT, norm, drift=0.5, cosine=0.0, update=C, layers=32, width=128, rng=rng, count=2000
+            )
             results[C, name] = attention.argmax_probability(np.clip(S, -1, 1), 128, 576).mean()
         parts.append(f"C = {C}: {results[C, 'balanced']:.3f} → {results[C, 'imbalanced']:.3f}")
-    return Outcome(bool(results[0.4, "imbalanced"] < 0.05 and results[1.0, "imbalanced"] > 0.9), "P(argmax) " + ", ".join(parts))
+    return Outcome(
+        bool(results[0.4, "imbalanced"] < 0.05 and results[1.0, "imbalanced"] > 0.9), "P(argmax) " + ", ".join(parts)
+    )
 
 
 CLAIMS = (

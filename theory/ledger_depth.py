@@ -1,5 +1,7 @@
 """The ledger's claims about many layers (D1-D7), with their numeric evidence."""
 
+# ruff: noqa: E501 - a claim's sentence and its evidence's sentence stay on one line
+
 from __future__ import annotations
 
 import numpy as np
@@ -41,7 +43,9 @@ def _gap_example() -> Outcome:
 
 
 def _martingale() -> Outcome:
-    runs = [run_chain(Setup(norm=n, layers=32, width=256), 40_000, seed) for n, seed in ((LLAVA_VISUAL, 1), (LLAVA_TEXT, 2))]
+    runs = [
+        run_chain(Setup(norm=n, layers=32, width=256), 40_000, seed) for n, seed in ((LLAVA_VISUAL, 1), (LLAVA_TEXT, 2))
+    ]
     squares = [run.final_norm**2 for run in runs]
     gap = squares[0].mean() - squares[1].mean()
     error = np.sqrt(sum(x.var() / len(x) for x in squares))
@@ -61,7 +65,9 @@ def _attractor() -> Outcome:
     path = depth.evolve(starts * np.ones(3), np.ones((700, 1)), phi * np.ones((700, 1)))
     error = np.max(np.abs(path.norms[-1] / where.norm - 1))
     turn = np.max(np.abs(path.turns[-1] - where.turn))
-    return Outcome(error < 1e-9 and turn < 1e-9, f"norms .001 to 40 reach n* to {error:.1e}; turn per layer 2φ − π to {turn:.1e}")
+    return Outcome(
+        error < 1e-9 and turn < 1e-9, f"norms .001 to 40 reach n* to {error:.1e}; turn per layer 2φ − π to {turn:.1e}"
+    )
 
 
 def _not_monotone() -> Outcome:
@@ -76,9 +82,13 @@ def _theodorus() -> Outcome:
     for layers in (1, 2, 32, 300):
         bounds = depth.theodorus_bounds(10.0 ** rng.uniform(-2, 3, 2000), 1.0, layers)
         slack = 1 + 8 * EPS * layers
-        inside = inside and bool(((bounds.lower <= bounds.total_turn * slack) & (bounds.total_turn <= bounds.upper * slack)).all())
+        inside = inside and bool(
+            ((bounds.lower <= bounds.total_turn * slack) & (bounds.total_turn <= bounds.upper * slack)).all()
+        )
     visual, text = (depth.theodorus_bounds(n, 1.0, 32).total_turn for n in (LLAVA_VISUAL, LLAVA_TEXT))
-    return Outcome(inside, f"8,000 spirals inside; LLaVA's visual token turns {visual:.3f} rad in 32 layers, text {text:.3f}")
+    return Outcome(
+        inside, f"8,000 spirals inside; LLaVA's visual token turns {visual:.3f} rad in 32 layers, text {text:.3f}"
+    )
 
 
 def _spiral() -> Outcome:
@@ -86,7 +96,10 @@ def _spiral() -> Outcome:
     for layers in (1000, 2000):
         path = depth.evolve(1.0, np.full(layers, 2.0 / layers), np.full(layers, phi))
         errors.append(abs(path.turns.sum() - depth.spiral_angle(1.0, 1 + 2 * np.cos(phi), phi)))
-    return Outcome(1.8 < errors[0] / errors[1] < 2.2, f"layers halved in size halve the distance to the spiral: {errors[0]:.1e}, {errors[1]:.1e}")
+    return Outcome(
+        1.8 < errors[0] / errors[1] < 2.2,
+        f"layers halved in size halve the distance to the spiral: {errors[0]:.1e}, {errors[1]:.1e}",
+    )
 
 
 def _cumulative() -> Outcome:
@@ -101,9 +114,13 @@ def _cumulative() -> Outcome:
 
 
 def _cumulative_fails() -> Outcome:
-    turns = depth.evolve(np.array([12.0, 1.0]), np.full((2, 1), 25.0), np.full((2, 1), np.arccos(-24 / 25))).turns.sum(axis=0)
+    turns = depth.evolve(np.array([12.0, 1.0]), np.full((2, 1), 25.0), np.full((2, 1), np.arccos(-24 / 25))).turns.sum(
+        axis=0
+    )
     v, t = np.degrees(turns)
-    return Outcome(v > t, f"C = 25, cos φ = −24/25, L = 2: the visual token (12) turns {v:.1f}°, the text token (1) {t:.1f}°")
+    return Outcome(
+        v > t, f"C = 25, cos φ = −24/25, L = 2: the visual token (12) turns {v:.1f}°, the text token (1) {t:.1f}°"
+    )
 
 
 def _displacement() -> Outcome:
@@ -117,13 +134,20 @@ def _displacement() -> Outcome:
         passed = passed and abs(exact - expected) < 5 * max(error, 1e-4)
         parts.append(f"{name} {exact:.3f} ({expected:.3f})")
     shallow = depth.effective_depth(LLAVA_VISUAL, LLAVA_TEXT, 32)
-    return Outcome(bool(passed), f"cos to the start, simulated (formula): {', '.join(parts)}; 32 layers are worth {shallow.coherent:.2f} coherent, {shallow.diffusive:.3f} diffusive")
+    return Outcome(
+        bool(passed),
+        f"cos to the start, simulated (formula): {', '.join(parts)}; 32 layers are worth {shallow.coherent:.2f} coherent, {shallow.diffusive:.3f} diffusive",
+    )
 
 
 def ks_distance(a, b) -> tuple[float, float]:
     """Two-sample Kolmogorov-Smirnov distance, and its critical value at a level of 1e-4."""
     grid = np.sort(np.concatenate([a, b]))
-    distance = np.max(np.abs(np.searchsorted(np.sort(a), grid, "right") / len(a) - np.searchsorted(np.sort(b), grid, "right") / len(b)))
+    distance = np.max(
+        np.abs(
+            np.searchsorted(np.sort(a), grid, "right") / len(a) - np.searchsorted(np.sort(b), grid, "right") / len(b)
+        )
+    )
     return float(distance), float(np.sqrt(-np.log(0.5e-4) / 2 * (len(a) + len(b)) / (len(a) * len(b))))
 
 
@@ -136,7 +160,10 @@ def _chain_is_exact() -> Outcome:
             if np.ptp(x) > 1e-9:
                 distance, critical = ks_distance(x, y)
                 worst = max(worst, distance / critical)
-    return Outcome(worst < 1, f"norms and cosines of (a) and (b) at width 12, three modes: largest KS distance {worst:.0%} of critical")
+    return Outcome(
+        worst < 1,
+        f"norms and cosines of (a) and (b) at width 12, three modes: largest KS distance {worst:.0%} of critical",
+    )
 
 
 CLAIMS = (

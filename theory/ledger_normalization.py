@@ -1,5 +1,7 @@
 """The ledger's claims about LayerNorm, compensation and bf16 (N1-N3, G1-G4, P1-P2), with their numeric evidence."""
 
+# ruff: noqa: E501 - a claim's sentence and its evidence's sentence stay on one line
+
 from __future__ import annotations
 
 import numpy as np
@@ -24,7 +26,9 @@ def _jacobian() -> Outcome:
         spectral = max(spectral, abs(np.linalg.norm(J, 2) / (0.3 / np.sqrt(h.var() + eps)) - 1))
     two = np.max(np.abs(normalization.layernorm_jacobian(rng.standard_normal(2), 1.0, 0.0)))
     passed = worst < 256 * EPS and spectral < 256 * EPS and two < 16 * EPS
-    return Outcome(bool(passed), f"against complex steps {worst:.1e}; spectral norm g/s to {spectral:.1e}; D = 2: {two:.1e}")
+    return Outcome(
+        bool(passed), f"against complex steps {worst:.1e}; spectral norm g/s to {spectral:.1e}; D = 2: {two:.1e}"
+    )
 
 
 def _gradient_turns() -> Outcome:
@@ -36,7 +40,10 @@ def _gradient_turns() -> Outcome:
     power = np.log(turns[0] / turns[2]) / np.log(sizes[2] / sizes[0])
     radial = max(abs(step @ h) / np.linalg.norm(step) / np.linalg.norm(h) for step in steps)
     left = normalization.radial_part(0.01, 1e-5)
-    return Outcome(bool(abs(power - 2) < 1e-3 and radial < 64 * EPS), f"turn ∝ n^−{power:.4f}; radial part {radial:.1e}; with ε = 1e-5 at σ = .01, {left:.1%} of g/s is left along x̃")
+    return Outcome(
+        bool(abs(power - 2) < 1e-3 and radial < 64 * EPS),
+        f"turn ∝ n^−{power:.4f}; radial part {radial:.1e}; with ε = 1e-5 at σ = .01, {left:.1%} of g/s is left along x̃",
+    )
 
 
 def _output_norm() -> Outcome:
@@ -50,11 +57,16 @@ def _output_norm() -> Outcome:
     low, high = normalization.output_norm_bounds(h, uneven, eps)
     sizes = np.linalg.norm(normalization.aligned(h, uneven, eps), axis=-1)
     passed = error < 64 * EPS and (low <= sizes).all() and (sizes <= high).all()
-    return Outcome(bool(passed), f"norms .7 to 20,000 in, {LLAVA_TEXT} ρ out to {error:.1e}; uneven gains within their bounds")
+    return Outcome(
+        bool(passed), f"norms .7 to 20,000 in, {LLAVA_TEXT} ρ out to {error:.1e}; uneven gains within their bounds"
+    )
 
 
 def _gradient_survives() -> Outcome:
-    ratios = {L: [gain_gradient_ratio(L, LLAVA_TEXT, 32, np.random.default_rng(seed), tokens=2) for seed in range(6)] for L in (1, 2, 4)}
+    ratios = {
+        L: [gain_gradient_ratio(L, LLAVA_TEXT, 32, np.random.default_rng(seed), tokens=2) for seed in range(6)]
+        for L in (1, 2, 4)
+    }
     means = {L: np.exp(np.mean(np.log(values))) for L, values in ratios.items()}
     premise = LLAVA_TEXT / np.sqrt(32)
     passed = abs(means[1] - 1) < 1e-9 and all(mean > 2 * premise for mean in means.values())
@@ -81,7 +93,10 @@ def _circulation() -> Outcome:
         toward_g, toward_w = normalization.compensated_toy_field(g, w)
         g, w = g - 0.01 * toward_g, w - 0.01 * toward_w
     descends = bool((np.diff(losses) <= 0).all()) and losses[-1] < 1e-12
-    return Outcome(abs(around - 2) < 1e-8 and descends, f"∮ around [1, 2] × [0, 1] = {around:.6f}; the flow still descends to {losses[-1]:.0e}")
+    return Outcome(
+        abs(around - 2) < 1e-8 and descends,
+        f"∮ around [1, 2] × [0, 1] = {around:.6f}; the flow still descends to {losses[-1]:.0e}",
+    )
 
 
 def _adam() -> Outcome:
@@ -89,13 +104,18 @@ def _adam() -> Outcome:
     grads = rng.standard_normal((300, 40)) * 10.0 ** rng.uniform(-4, 0, (300, 1))
     same = bool((normalization.adam_steps(64 * grads) == normalization.adam_steps(grads)).all())
     kappa, eps = 50.0, 1e-3
-    moved = np.max(np.abs(normalization.adam_steps(kappa * grads, eps=eps) - normalization.adam_steps(grads, eps=eps / kappa)))
+    moved = np.max(
+        np.abs(normalization.adam_steps(kappa * grads, eps=eps) - normalization.adam_steps(grads, eps=eps / kappa))
+    )
     R, delta = normalization.largest_adam_step(300), 0.1
     varied = normalization.adam_steps(grads * rng.uniform(1 - delta, 1 + delta, (300, 1)))
     change = np.max(np.abs(varied - normalization.adam_steps(grads)))
     bound = normalization.varying_factor_bound(delta, R)
     passed = same and moved < 1e-12 and change <= bound
-    return Outcome(bool(passed), f"κ = 64 bit for bit; ε → ε/κ to {moved:.1e}; κ ± 10 % changes a step by {change:.2f} ≤ {bound:.2f} (R = {R:.2f})")
+    return Outcome(
+        bool(passed),
+        f"κ = 64 bit for bit; ε → ε/κ to {moved:.1e}; κ ± 10 % changes a step by {change:.2f} ≤ {bound:.2f} (R = {R:.2f})",
+    )
 
 
 def _coupled_decay() -> Outcome:
@@ -109,14 +129,21 @@ def _clipping() -> Outcome:
     rng = np.random.default_rng(45)
     worst = 0.0
     for _ in range(500):
-        up, rest, kappa = rng.standard_normal(20) * 10.0 ** rng.uniform(-3, 0), rng.standard_normal(50), 10.0 ** rng.uniform(0, 2)
+        up, rest, kappa = (
+            rng.standard_normal(20) * 10.0 ** rng.uniform(-3, 0),
+            rng.standard_normal(50),
+            10.0 ** rng.uniform(0, 2),
+        )
         total = np.hypot(np.linalg.norm(up), np.linalg.norm(rest))
         scaled = np.hypot(np.linalg.norm(kappa * up), np.linalg.norm(rest))
         effect = normalization.clip_effect((np.linalg.norm(up) / total) ** 2, kappa)
         ratios = np.array([kappa * total / scaled, total / scaled])
         worst = max(worst, np.max(np.abs(ratios / np.array(effect) - 1)))
     example = normalization.clip_effect(0.0008, 50)
-    return Outcome(worst < 64 * EPS, f"500 gradients clipped both ways, to {worst:.1e}; s = .0008, κ = 50: × {example.upstream:.1f} and × {example.rest:.3f}")
+    return Outcome(
+        worst < 64 * EPS,
+        f"500 gradients clipped both ways, to {worst:.1e}; s = .0008, κ = 50: × {example.upstream:.1f} and × {example.rest:.3f}",
+    )
 
 
 def _amplification() -> Outcome:
@@ -126,7 +153,10 @@ def _amplification() -> Outcome:
     error = max(abs(a.upper / (np.abs(row).max() / np.abs(row).mean()) - 1) for a, row in zip(above, gain, strict=True))
     mean_error = max(abs(a.lower - 1) for a in above)
     tiny = normalization.restored_amplitude(np.full(8, 1e-5), 1e-3)
-    return Outcome(bool(max(error, mean_error) < 16 * EPS and abs(tiny.lower - 0.01) < EPS), f"max/mean to {error:.1e}; mean |g| = 1e-5 at δ = 1e-3 restores {tiny.lower:.3f}")
+    return Outcome(
+        bool(max(error, mean_error) < 16 * EPS and abs(tiny.lower - 0.01) < EPS),
+        f"max/mean to {error:.1e}; mean |g| = 1e-5 at δ = 1e-3 restores {tiny.lower:.3f}",
+    )
 
 
 def _half_precision() -> Outcome:
@@ -134,7 +164,10 @@ def _half_precision() -> Outcome:
     lost = float(np.float16(gradient * gain)) == 0.0
     rescued = float(np.float16(gradient * gain / gain))
     kept = float(precision.round_to_bf16(gradient * gain))
-    return Outcome(lost and rescued > 0 and kept > 0, f"a gradient of 1e-6 times .02: {np.float16(gradient * gain)!s} in fp16, {rescued:.1e} if compensated, {kept:.1e} in bf16")
+    return Outcome(
+        lost and rescued > 0 and kept > 0,
+        f"a gradient of 1e-6 times .02: {np.float16(gradient * gain)!s} in fp16, {rescued:.1e} if compensated, {kept:.1e} in bf16",
+    )
 
 
 def _every_bf16() -> Outcome:
@@ -143,7 +176,9 @@ def _every_bf16() -> Outcome:
     for direction, threshold in ((sign, thresholds.away), (-sign, thresholds.toward)):
         for factor in (1 - 2.0**-20, 1.0, 1 + 2.0**-20):
             update = direction * threshold * factor  # exact, as is the sum: 30 bits at most
-            wrong += np.sum(precision.update_lost(weights, update) != (precision.round_to_bf16(weights + update) == weights))
+            wrong += np.sum(
+                precision.update_lost(weights, update) != (precision.round_to_bf16(weights + update) == weights)
+            )
     return Outcome(wrong == 0, f"{len(weights):,} weights, just below, at and above both thresholds: {wrong} wrong")
 
 
@@ -153,7 +188,10 @@ def _random_updates() -> Outcome:
     updates = weights * 2.0 ** -rng.integers(5, 12, 200_000) * rng.choice([-1, 1], 200_000)
     wrong = np.sum(precision.update_lost(weights, updates) != (precision.round_to_bf16(weights + updates) == weights))
     frozen = precision.frozen_from(1e-3)
-    return Outcome(bool(wrong == 0 and frozen == 0.50390625), f"200,000 sums: {wrong} wrong; a step of 1e-3 freezes every weight from {frozen}")
+    return Outcome(
+        bool(wrong == 0 and frozen == 0.50390625),
+        f"200,000 sums: {wrong} wrong; a step of 1e-3 freezes every weight from {frozen}",
+    )
 
 
 def _subnormal_border() -> Outcome:
@@ -161,7 +199,9 @@ def _subnormal_border() -> Outcome:
     toward = precision.lost_below(border).toward
     # A step of 2^(e−9) ought to be at the border of being felt; here even 1.5 times that is lost.
     lost = precision.round_to_bf16(border - 1.5 * 2.0 ** (precision.SMALLEST_EXPONENT - 9)) == border
-    return Outcome(bool(lost), f"at 2^−126 the spacing below is the subnormals': threshold 2^{int(np.log2(toward))}, not 2^−135")
+    return Outcome(
+        bool(lost), f"at 2^−126 the spacing below is the subnormals': threshold 2^{int(np.log2(toward))}, not 2^−135"
+    )
 
 
 def _gain_table() -> Outcome:

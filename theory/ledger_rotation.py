@@ -1,5 +1,7 @@
 """The ledger's claims about one step and about scale (R1-R7, S1-S3), with their numeric evidence."""
 
+# ruff: noqa: E501 - a claim's sentence and its evidence's sentence stay on one line
+
 from __future__ import annotations
 
 import numpy as np
@@ -49,7 +51,9 @@ def _tangent() -> Outcome:
     turns = rotation.step_angle(norms, 5, phi)
     tangents = np.tan(turns)
     wrong = tangents[2] > tangents[1] and abs(tangents[1]) > abs(tangents[0]) and (np.diff(turns) < 0).all()
-    shown = ", ".join(f"n = {n:g}: tan θ = {x:.2f}, θ = {np.degrees(t):.1f}°" for n, x, t in zip(norms, tangents, turns, strict=True))
+    shown = ", ".join(
+        f"n = {n:g}: tan θ = {x:.2f}, θ = {np.degrees(t):.1f}°" for n, x, t in zip(norms, tangents, turns, strict=True)
+    )
     return Outcome(bool(wrong), shown)
 
 
@@ -63,7 +67,9 @@ def _bounds() -> Outcome:
     value, remainder = rotation.turn_series(x, phi, 12)
     series = np.max(np.abs(value - theta) - remainder)
     passed = excess <= 4 * EPS and tight <= 1e-7 and ratio_excess <= 1e-8 and series <= 16 * EPS
-    return Outcome(passed, f"θ − arcsin(C/n) ≤ {excess:.1e}; equality at c = −C/n to {tight:.1e}; series within its remainder")
+    return Outcome(
+        passed, f"θ − arcsin(C/n) ≤ {excess:.1e}; equality at c = −C/n to {tight:.1e}; series within its remainder"
+    )
 
 
 def _sandwich() -> Outcome:
@@ -74,7 +80,10 @@ def _sandwich() -> Outcome:
     bounds = rotation.ratio_bounds(v, t, C, phi)
     outside = max(np.max(bounds.lower / ratio), np.max(ratio / bounds.upper)) - 1
     simple = np.max(np.where(phi <= np.pi / 2, (t / v) / ratio, 0)) - 1
-    return Outcome(outside <= 16 * EPS and simple <= 16 * EPS, f"100,000 pairs: outside by {outside:.1e}, simple bound by {simple:.1e}")
+    return Outcome(
+        outside <= 16 * EPS and simple <= 16 * EPS,
+        f"100,000 pairs: outside by {outside:.1e}, simple bound by {simple:.1e}",
+    )
 
 
 def _obtuse_ratio() -> Outcome:
@@ -94,7 +103,9 @@ def _deficit() -> Outcome:
             u, v = b * s, a + b * c
             N = mpmath.sqrt(u * u + v * v)
             exact = u * u / (N * (N + v)) if v > 0 else 1 - v / N
-            worst = max(worst, abs(float((rotation.adjacent_cosine_deficit(a, b, f) - exact) / exact)) if exact > 1e-290 else 0)
+            worst = max(
+                worst, abs(float((rotation.adjacent_cosine_deficit(a, b, f) - exact) / exact)) if exact > 1e-290 else 0
+            )
     return Outcome(worst <= 16 * EPS, f"300 extreme steps against 80 digits: relative error {worst:.1e}")
 
 
@@ -132,7 +143,9 @@ def _general_order() -> Outcome:
     phi = rng.uniform(0.05, 3.09, (2, 100_000))
     turns = rotation.step_angle(n, C, phi)
     agree = rotation.turns_slower(n[0], C[0], phi[0], n[1], C[1], phi[1]) == (turns[0] < turns[1])
-    return Outcome(bool(agree.all()), f"the cotangent criterion decides {agree.sum():,} of {agree.size:,} random pairs as θ does")
+    return Outcome(
+        bool(agree.all()), f"the cotangent criterion decides {agree.sum():,} of {agree.size:,} random pairs as θ does"
+    )
 
 
 def _branch() -> Outcome:
@@ -156,12 +169,19 @@ def _layer() -> Outcome:
         largest = max(largest, np.max(np.linalg.norm(scaled - update, axis=-1) / np.linalg.norm(update, axis=-1)))
         update, scaled = (parallel.residual_states(a * h)[-1] - a * h for a in (1.0, alpha))
         same = same and np.max(np.abs(scaled - update)) < 1e-11
-    return Outcome(largest > 0.1 and same, f"a layer of two branches changes its update by up to {largest:.0%}; a parallel block does not")
+    return Outcome(
+        largest > 0.1 and same,
+        f"a layer of two branches changes its update by up to {largest:.0%}; a parallel block does not",
+    )
 
 
 def _epsilon() -> Outcome:
     rng = np.random.default_rng(12)
-    sigma, alpha, eps = 10.0 ** rng.uniform(-4, 4, 50_000), 10.0 ** rng.uniform(-2, 2, 50_000), 10.0 ** rng.uniform(-12, -3, 50_000)
+    sigma, alpha, eps = (
+        10.0 ** rng.uniform(-4, 4, 50_000),
+        10.0 ** rng.uniform(-2, 2, 50_000),
+        10.0 ** rng.uniform(-12, -3, 50_000),
+    )
     effect = invariance.scale_effect(sigma, alpha, eps)
     text, visual = (invariance.shrinkage(norm / np.sqrt(4096), 1e-5) for norm in (LLAVA_TEXT, LLAVA_VISUAL))
     passed = (effect.change <= effect.bound * (1 + 8 * EPS)).all()

@@ -21,7 +21,11 @@ def symmetric_turns() -> Proof:
     return Proof(
         "A1",
         "directionless turns shrink a similarity by cos θ_q cos θ_k; so the slower key keeps more",
-        positive={"similarity": S, "cosine of the query's turn": cq, "by how much the slower key's cosine is larger": ck},
+        positive={
+            "similarity": S,
+            "cosine of the query's turn": cq,
+            "by how much the slower key's cosine is larger": ck,
+        },
         steps=(
             Identity("mean over the signs of both directions", mean / 4, cq * ck * S),
             Sign("more cosine of the key's turn, more signal", cq * S * ck, cq * S * ck),

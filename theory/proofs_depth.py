@@ -109,7 +109,7 @@ def obtuse_attractor() -> Proof:
 
 
 def theodorus() -> Proof:
-    x, low, r1, r2 = symbols("x l r1 r2")
+    x, r1, r2 = symbols("x r1 r2")
     return Proof(
         "D4",
         "the spiral of Theodorus between two telescoping sums; sin θ = 1/√(x + 1), tan θ = 1/√x, x = n²/C²",

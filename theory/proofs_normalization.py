@@ -89,7 +89,9 @@ def gain_limits() -> Proof:
         positive={"smallest": low},
         nonnegative={"above the smallest": d},
         steps=(
-            Sign("component by component", ((low + d) * x) ** 2 - (low * x) ** 2, x**2 * d * (2 * low + d), strict=False),
+            Sign(
+                "component by component", ((low + d) * x) ** 2 - (low * x) ** 2, x**2 * d * (2 * low + d), strict=False
+            ),
         ),
     )
 
@@ -191,8 +193,6 @@ def half_step() -> Proof:
         ),
         conclusion="Round to nearest sends w + u back to w; at exactly half a step the even mantissa wins.",
     )
-
-
 
 
 PROOFS = (

@@ -17,13 +17,17 @@ from theory.simulate_transformer import BranchAudit, measure_transformer
 COLOURS = {"visual": "#0072B2", "text": "#D55E00"}
 
 
-def attention_by_layer(setup: Setup, norm_v: float, norm_t: float, head_width: int, distractors: int) -> dict[str, Floats]:
+def attention_by_layer(
+    setup: Setup, norm_v: float, norm_t: float, head_width: int, distractors: int
+) -> dict[str, Floats]:
     """Similarity and chance to be the argmax of the relevant pair after each layer, balanced and not (A3, A5)."""
     layers = np.arange(1, setup.layers + 1)
     q = {n: attention.alignment(n, setup.update, setup.target_cosine, setup.drift, layers) for n in (norm_v, norm_t)}
     S = {"balanced": q[norm_t] ** 2, "imbalanced": q[norm_t] * q[norm_v]}
     won = {name: attention.argmax_probability(similarity, head_width, distractors) for name, similarity in S.items()}
-    return {f"S_{name}": values for name, values in S.items()} | {f"argmax_{name}": values for name, values in won.items()}
+    return {f"S_{name}": values for name, values in S.items()} | {
+        f"argmax_{name}": values for name, values in won.items()
+    }
 
 
 def attention_sentences(setup: Setup, norm_v: float, norm_t: float, signal: Mapping[str, Floats]) -> list[str]:
@@ -32,7 +36,9 @@ def attention_sentences(setup: Setup, norm_v: float, norm_t: float, signal: Mapp
     if len(lost):
         collapse = f"collapses at layers {lost[0]} to {lost[-1]}: the balanced pair leads the crowd there, the imbalanced one does not"
     else:
-        collapse = "does not collapse: in no layer does the balanced pair lead the crowd while the imbalanced one does not"
+        collapse = (
+            "does not collapse: in no layer does the balanced pair lead the crowd while the imbalanced one does not"
+        )
     lines = [f"Attention's signal {collapse} (A5, drift {setup.drift:g}, cos a = {setup.target_cosine:g})."]
     if not norm_t < norm_v or setup.target_cosine < 0 or setup.target_cosine == 1:
         return [*lines, "Reversal: A3's criterion needs n_t < n_v and 0 ≤ cos a < 1."]
@@ -122,7 +128,11 @@ def _draw_depth(runs: Mapping[str, Run], signal: Mapping[str, Floats], setup: Se
     for name, style in (("balanced", "-"), ("imbalanced", "--")):
         last.plot(layers, signal[f"S_{name}"], style, color="#009E73", label=f"similarity, {name}")
         last.plot(layers, signal[f"argmax_{name}"], style, color="#CC79A7", label=f"P(argmax), {name}")
-    last.set(title=f"relevant pair: drift {setup.drift:g}, cos a = {setup.target_cosine:g}", xlabel="layer", ylim=(-0.05, 1.05))
+    last.set(
+        title=f"relevant pair: drift {setup.drift:g}, cos a = {setup.target_cosine:g}",
+        xlabel="layer",
+        ylim=(-0.05, 1.05),
+    )
     last.grid(alpha=0.3)
     last.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{setup.mode} updates of size {setup.update:g}, width {setup.width}")

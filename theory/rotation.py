@@ -102,7 +102,12 @@ def turn_slopes(norm: ArrayLike, update: ArrayLike, angle: ArrayLike) -> TurnSlo
 
 
 def turns_slower(
-    norm_v: ArrayLike, update_v: ArrayLike, angle_v: ArrayLike, norm_t: ArrayLike, update_t: ArrayLike, angle_t: ArrayLike
+    norm_v: ArrayLike,
+    update_v: ArrayLike,
+    angle_v: ArrayLike,
+    norm_t: ArrayLike,
+    update_t: ArrayLike,
+    angle_t: ArrayLike,
 ) -> Floats:
     """Whether token v turns less than token t, without the paper's A1 and A2 (R1, R7): compares the cotangents.
 

@@ -43,7 +43,9 @@ class Setup:
         sizes = Reader(norm=self.norm, update=self.update, norm_std=self.norm_std)
         sizes.positive("norm").nonnegative("update", "norm_std")
         Reader(angle=self.angle).angle("angle")
-        Reader(drift=self.drift, target_cosine=self.target_cosine).between("drift", 0, 1).between("target_cosine", -1, 1)
+        Reader(drift=self.drift, target_cosine=self.target_cosine).between("drift", 0, 1).between(
+            "target_cosine", -1, 1
+        )
         whole_number("layers", self.layers, 1)
         whole_number("width", self.width, 4)
         if self.mode not in ("isotropic", "angle", "drift"):

@@ -9,6 +9,7 @@ means that the assumptions would use (some of it).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def measure_transformer(
     norms = np.repeat([norm_v, norm_t], tokens) * np.exp(spread * rng.standard_normal(2 * tokens))
     h = directions * (norms / np.linalg.norm(directions, axis=-1))[:, None]
     states, rows = model.residual_states(h), []
-    for step, (before, after) in enumerate(zip(states[:-1], states[1:], strict=True)):
+    for step, (before, after) in enumerate(pairwise(states)):
         shared = float(np.linalg.norm(after - before, axis=-1).mean())
         branch = ("attention", "mlp")[step % 2]
         for modality, part in (("visual", slice(0, tokens)), ("text", slice(tokens, None))):

@@ -86,7 +86,9 @@ def random_transformer(
     )  # fmt: skip
 
 
-def gain_gradient_ratio(layers: int, target_norm: float, width: int, rng: np.random.Generator, tokens: int = 4) -> float:
+def gain_gradient_ratio(
+    layers: int, target_norm: float, width: int, rng: np.random.Generator, tokens: int = 4
+) -> float:
     """‖∂loss/∂x̂‖ at gain g = T/√D over the same at g = 1, x̂ the normalised visual tokens, y = g x̂ (N3).
 
     The loss is a random linear reading of the last text token's normalised final state; the derivative in each of the

@@ -22,7 +22,9 @@ def test_symmetric_similarity(S, turn_q, slow, fast):
     assert abs(value - S * np.cos(turn_q) * np.cos(slow)) <= 4 * EPS
     slow, fast = sorted((slow, fast))
     if S > 0 and turn_q < np.pi / 2:
-        assert attention.symmetric_similarity(S, turn_q, fast) <= attention.symmetric_similarity(S, turn_q, slow) + 4 * EPS
+        assert (
+            attention.symmetric_similarity(S, turn_q, fast) <= attention.symmetric_similarity(S, turn_q, slow) + 4 * EPS
+        )
 
 
 @given(angles, angles, angles, unit)
@@ -86,7 +88,9 @@ def test_alignment_peaks_at_the_critical_norm(C, k, m, L, factor):
 
 
 def test_critical_norm_at_its_ends():
-    np.testing.assert_array_equal(attention.critical_norm(1, [0, 0.5, 1, 0.5], [0.5, 0, 0.5, 1]), [0, np.inf, np.inf, 0])
+    np.testing.assert_array_equal(
+        attention.critical_norm(1, [0, 0.5, 1, 0.5], [0.5, 0, 0.5, 1]), [0, np.inf, np.inf, 0]
+    )
 
 
 @given(angles, angles, angles, st.integers(3, 4096))

@@ -22,7 +22,9 @@ def test_statement(statement):
         assert all(low <= result.witness[name] <= high for name, (low, high) in statement.box.items())
 
 
-@pytest.mark.parametrize("statement", [s for s in STATEMENTS if s.expected == "proved"], ids=lambda s: f"{s.claim}: {s.name}")
+@pytest.mark.parametrize(
+    "statement", [s for s in STATEMENTS if s.expected == "proved"], ids=lambda s: f"{s.claim}: {s.name}"
+)
 def test_the_reverse_is_refuted(statement):
     reverse = certify(lambda *x: -statement.expression(*x), statement.box)
     assert reverse.status == "refuted"

@@ -7,7 +7,14 @@ import pytest
 from theory.claims import LEDGER, PAPER, examine_all, find, supported
 from theory.evidence import Claim, Evidence, Examined, Outcome, certified, examine, symbolic
 
-IDS = [*(f"R{i}" for i in range(1, 8)), "S1", "S2", "S3", *(f"D{i}" for i in range(1, 8)), *(f"A{i}" for i in range(1, 6))]
+IDS = [
+    *(f"R{i}" for i in range(1, 8)),
+    "S1",
+    "S2",
+    "S3",
+    *(f"D{i}" for i in range(1, 8)),
+    *(f"A{i}" for i in range(1, 6)),
+]
 IDS += ["N1", "N2", "N3", "G1", "G2", "G3", "G4", "P1", "P2"]
 EXAMINED: dict[str, Examined] = {}
 
@@ -32,7 +39,10 @@ def test_claim(claim):
         assert len(kinds) >= 2
         assert result.verdict in ("proved", "certified")
     assert entry.statement and entry.mathematics and entry.hypotheses and entry.relation
-    assert all(relation == "beyond the paper" or relation.split()[0] in ("proves", "repairs", "contradicts") for relation in entry.relation)
+    assert all(
+        relation == "beyond the paper" or relation.split()[0] in ("proves", "repairs", "contradicts")
+        for relation in entry.relation
+    )
     assert all(finding.detail for finding in result.findings)
 
 

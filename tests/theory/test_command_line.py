@@ -66,8 +66,9 @@ def test_verify_table_and_exit_status_on_failure(capsys, monkeypatch):
     from theory import claims
     from theory.evidence import Evidence, Outcome
 
-    good, bad = claims.LEDGER["N2"], replace(
-        claims.LEDGER["G3"], evidence=(Evidence("property", "", lambda: Outcome(False, "broken on purpose")),)
+    good, bad = (
+        claims.LEDGER["N2"],
+        replace(claims.LEDGER["G3"], evidence=(Evidence("property", "", lambda: Outcome(False, "broken on purpose")),)),
     )
     monkeypatch.setattr(claims, "LEDGER", {"N2": good, "G3": bad})
     assert main(["verify"]) == 1
@@ -100,9 +101,24 @@ def test_published(capsys):
 
 @pytest.mark.parametrize("mode", ["isotropic", "angle", "drift"])
 def test_simulate_writes_figure_and_table(mode, tmp_path, capsys):
-    arguments = ["simulate", "--mode", mode, "--tokens", "200", "--layers", "6", "--seeds", "1", "2", "--out", str(tmp_path)]
+    arguments = [
+        "simulate",
+        "--mode",
+        mode,
+        "--tokens",
+        "200",
+        "--layers",
+        "6",
+        "--seeds",
+        "1",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(arguments) == 0
-    assert (tmp_path / "simulate.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "simulate.svg").read_text()
+    assert (tmp_path / "simulate.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (
+        tmp_path / "simulate.svg"
+    ).read_text()
     rows = list(csv.DictReader((tmp_path / "simulate.csv").open()))
     assert len(rows) == 7 and rows[0]["visual_turn"] == "" and rows[3]["seeds"] == "1 2"
     assert float(rows[0]["visual_norm"]) == pytest.approx(39.96)

@@ -41,7 +41,11 @@ def step_mutants(proof):
                 for mutant in mutate(expression):
                     if mutant != expression:
                         steps = (*proof.steps[:index], replace(step, **{field.name: mutant}), *proof.steps[index + 1 :])
-                        yield f"step {index + 1} {field.name} {mutate.__name__}: {mutant}", replace(proof, steps=steps), step
+                        yield (
+                            f"step {index + 1} {field.name} {mutate.__name__}: {mutant}",
+                            replace(proof, steps=steps),
+                            step,
+                        )
 
 
 def without_hypotheses(proof):
@@ -80,7 +84,10 @@ EQUIVALENT = {
     ("D5", "θ_v ≥ rθ_t at each of two steps adds up"): (3, "r and the text turns cancel: only the slacks are left"),
     ("D6", "one layer of X"): (3, NOTHING),
     ("D6", "one layer of M"): (2, NOTHING),
-    ("D7", "new norm, squared; (z1, z2, z3…) the direction in that basis"): (2, "z2 cancels: the new norm needs z1 only"),
+    ("D7", "new norm, squared; (z1, z2, z3…) the direction in that basis"): (
+        2,
+        "z2 cancels: the new norm needs z1 only",
+    ),
     ("A2", "S_bal − S_imb and sin(θ* − mean)"): (1, "the cosine of the half difference cancels"),
     ("N1", "a constant vector is invisible"): (8, ZERO),
     ("N1", "a step along the gradient has no mean"): (11, ZERO),
@@ -91,7 +98,11 @@ EQUIVALENT = {
 @pytest.mark.parametrize("proof", PROOFS, ids=IDS)
 def test_every_mutant_of_a_step_is_rejected(proof):
     survivors = Counter(step.text for _, mutant, step in step_mutants(proof) if not rejected(mutant))
-    expected = {step.text: EQUIVALENT[proof.claim, step.text][0] for step in proof.steps if (proof.claim, step.text) in EQUIVALENT}
+    expected = {
+        step.text: EQUIVALENT[proof.claim, step.text][0]
+        for step in proof.steps
+        if (proof.claim, step.text) in EQUIVALENT
+    }
     assert survivors == expected
 
 

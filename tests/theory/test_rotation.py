@@ -195,7 +195,13 @@ def test_edges():
     assert rotation.step_angle(1e200, 1e191, np.pi / 2) == pytest.approx(1e-9, rel=4 * EPS)  # acos would say 0
 
 
-FUNCTIONS = [rotation.step_angle, rotation.norm_after, rotation.adjacent_cosine, rotation.adjacent_cosine_deficit, rotation.turn_slopes]
+FUNCTIONS = [
+    rotation.step_angle,
+    rotation.norm_after,
+    rotation.adjacent_cosine,
+    rotation.adjacent_cosine_deficit,
+    rotation.turn_slopes,
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

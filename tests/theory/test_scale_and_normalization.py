@@ -92,7 +92,9 @@ def test_vjp_is_the_jacobian_is_the_derivative(seed, D, decade, eps):
     exact = (gain * centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps)).imag.T / (1e-30 * s)
     # x̃ is good to EPS·max|h|/s ≤ 1000 EPS and enters twice.
     assert np.abs(J - exact).max() <= 4e3 * EPS * gain / s
-    np.testing.assert_allclose(normalization.layernorm_vjp(h, gain, eps, w), w @ J, atol=4e3 * EPS * gain / s * np.abs(w).sum())
+    np.testing.assert_allclose(
+        normalization.layernorm_vjp(h, gain, eps, w), w @ J, atol=4e3 * EPS * gain / s * np.abs(w).sum()
+    )
     if D >= 3:
         assert abs(np.linalg.norm(J, 2) * s / gain - 1) <= 4e3 * EPS
     elif eps == 0:

@@ -45,7 +45,13 @@ def test_ks_notices_a_difference():
     assert distance > critical
 
 
-@given(st.floats(0.1, 100), st.floats(0.1, 3), st.floats(0.1, 3.0), st.integers(1, 6), st.sampled_from([run_chain, run_vectors]))
+@given(
+    st.floats(0.1, 100),
+    st.floats(0.1, 3),
+    st.floats(0.1, 3.0),
+    st.integers(1, 6),
+    st.sampled_from([run_chain, run_vectors]),
+)
 def test_a_fixed_angle_follows_the_step_formula(norm, update, angle, layers, run):
     """R1, R5: norms, turns and cosines of every layer are those of `evolve`."""
     result = run(Setup(norm=norm, layers=layers, width=8, update=update, mode="angle", angle=angle), 50, 1)

@@ -20,7 +20,9 @@ def exact_angle(a, b):
         return mpmath.atan2(mpmath.sqrt(mpmath.fdot(across, across)), mpmath.sqrt(aa) * ab)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(2, 40), st.floats(-15, 1), st.integers(-150, 150), st.sampled_from([1, -1]))
+@given(
+    st.integers(0, 2**32 - 1), st.integers(2, 40), st.floats(-15, 1), st.integers(-150, 150), st.sampled_from([1, -1])
+)
 def test_relative_accuracy(seed, width, decade, scale, sign):
     rng = np.random.default_rng(seed)
     a = rng.standard_normal(width) * 10.0**scale
