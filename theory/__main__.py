@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # The matrices here are small; a second BLAS thread only waits for the first.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -74,9 +74,8 @@ def _print_claim(one) -> None:
     print(explain(claim.id) or "No symbolic proof.")
     print()
     for finding in one.findings:
-        print(
-            f"{'✓' if finding.passed else '✗'} {finding.kind} ({finding.about}), {finding.seconds:.2f} s: {finding.detail}"
-        )
+        mark = "✓" if finding.passed else "✗"
+        print(f"{mark} {finding.kind} ({finding.about}), {finding.seconds:.2f} s: {finding.detail}")
     print(f"Verdict: {one.verdict}" + (f" ({claim.reason})" if claim.reason else ""))
 
 
@@ -214,7 +213,7 @@ def simulate(
 
     if not 0 <= angle <= 180:
         raise ValueError(f"angle must be between 0 and 180 degrees, got {angle}")
-    common = dict(
+    common: dict[str, Any] = dict(
         layers=layers, width=width, update=update, mode=mode, angle=angle * 3.141592653589793 / 180,
         drift=drift, target_cosine=target_cosine,
     )  # fmt: skip
@@ -230,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; bad input is one line on stderr and exit status 2."""
     import tyro
 
-    commands = {"verify": verify, "predict": predict, "published": published, "simulate": simulate}
+    commands: dict[str, Any] = {"verify": verify, "predict": predict, "published": published, "simulate": simulate}
     try:
         return tyro.extras.subcommand_cli_from_dict(commands, args=arguments, prog="python -m theory")
     except (ValueError, OSError) as error:

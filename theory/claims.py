@@ -35,8 +35,8 @@ PAPER = (
         "A",
         "rotation: the larger the norm, the smaller the turn",
         "holds if",
-        "for one residual branch it follows from A1 and A2 (R1, R4, R5, D5), though not in the tangent form (R2); without "
-        "them the order can reverse, but not within the range of norms that models span (R7); C depends on the "
+        "for one residual branch it follows from A1 and A2 (R1, R4, R5, D5), though not in the tangent form (R2); "
+        "without them the order can reverse, but not within the range of norms that models span (R7); C depends on the "
         "direction, not on the scale (S1); what counts is the centred part (S3) and the harmonic mean of norms (R6)",
         ("R1", "R2", "R4", "R5", "R6", "R7", "S1", "S3", "D5"),
     ),
@@ -44,9 +44,9 @@ PAPER = (
         "B",
         "persistence: the initial norm gap is carried through the layers",
         "holds if",
-        "the squared gap persists exactly if updates have no direction on average (D2); the gap itself never grows, the "
-        "ratio shrinks toward 1 (D1, D2), which bounds total turns at acute angles (D5), and under one fixed obtuse angle "
-        "nothing persists (D3)",
+        "the squared gap persists exactly if updates have no direction on average (D2); the gap itself never grows, "
+        "the ratio shrinks toward 1 (D1, D2), which bounds total turns at acute angles (D5), and under one fixed "
+        "obtuse angle nothing persists (D3)",
         ("D1", "D2", "D3", "D5"),
     ),
     PaperClaim(
@@ -68,9 +68,9 @@ PAPER = (
         "E",
         "trap and compensation: the small gain starves what lies upstream, GWC repairs it",
         "holds if",
-        "the norm itself does pass gradients times g/s (N1), but only the skip path carries g back (N3); compensation is "
-        "no gradient of a loss, yet descends (G1); Adam ignores it (G2) unless clipping is active, when it slows the "
-        "rest (G3); uneven or tiny gains limit it (G4). So: with SGD-like steps, or where clipping is active",
+        "the norm itself does pass gradients times g/s (N1), but only the skip path carries g back (N3); compensation "
+        "is no gradient of a loss, yet descends (G1); Adam ignores it (G2) unless clipping is active, when it slows "
+        "the rest (G3); uneven or tiny gains limit it (G4). So: with SGD-like steps, or where clipping is active",
         ("N1", "N3", "G1", "G2", "G3", "G4"),
     ),
     PaperClaim(

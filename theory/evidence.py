@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 Kind = Literal["symbolic", "certified", "property", "simulated", "exhaustive", "measured"]
 Nature = Literal["true", "empirical", "open", "refuted"]
 
@@ -25,7 +27,7 @@ VERDICT_OF: dict[str, str] = {
 class Outcome:
     """What one piece of evidence said: whether it speaks for the claim, and with what number."""
 
-    passed: bool
+    passed: bool | np.bool_
     detail: str
 
 

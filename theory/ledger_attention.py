@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from theory import attention
@@ -104,7 +106,7 @@ def simulate_pair(
 def _monte_carlo() -> Outcome:
     rng, parts, passed = np.random.default_rng(33), [], True
     for m in (0.2, 0.02):
-        common = dict(drift=m, cosine=0.3, update=1.0, layers=32, width=512, rng=rng, count=4000)
+        common: dict[str, Any] = dict(drift=m, cosine=0.3, update=1.0, layers=32, width=512, rng=rng, count=4000)
         balanced = simulate_pair(LLAVA_TEXT, LLAVA_TEXT, **common)
         imbalanced = simulate_pair(LLAVA_TEXT, LLAVA_VISUAL, **common)
         q_t, q_v = (attention.alignment(n, 1, 0.3, m, 32) for n in (LLAVA_TEXT, LLAVA_VISUAL))

@@ -91,7 +91,7 @@ def _circulation() -> Outcome:
     for _ in range(4000):
         losses.append((g * w - 3) ** 2 / 2)
         toward_g, toward_w = normalization.compensated_toy_field(g, w)
-        g, w = g - 0.01 * toward_g, w - 0.01 * toward_w
+        g, w = float(g - 0.01 * toward_g), float(w - 0.01 * toward_w)
     descends = bool((np.diff(losses) <= 0).all()) and losses[-1] < 1e-12
     return Outcome(
         abs(around - 2) < 1e-8 and descends,

@@ -50,7 +50,7 @@ def radial_part(sigma: ArrayLike, eps: ArrayLike) -> Floats:
 
 
 def target_norm(embedding: ArrayLike, smallest: float = 1e-8) -> float:
-    """T: the mean L2 norm of the rows (V, D) whose norm exceeds `smallest` (the paper's D). Raises if there are none."""
+    """T: mean L2 norm of the rows (V, D) whose norm exceeds `smallest` (the paper's D). Raises if there are none."""
     read = Reader(embedding=embedding)
     require("embedding", np.asarray(read["embedding"].ndim), read["embedding"].ndim == 2, "a matrix; its axes")
     norms = np.linalg.norm(read["embedding"], axis=-1)

@@ -252,6 +252,6 @@ def centred_view() -> Proof:
 
 
 PROOFS = (
-    cot_law, tangent_form, tangent_example, turn_bounds, ratio_sandwich, acute_ratio, stable_cosine, relaxed_assumptions,
-    branch_invariance, epsilon_breaks_scale, centred_view,
+    cot_law, tangent_form, tangent_example, turn_bounds, ratio_sandwich, acute_ratio, stable_cosine,
+    relaxed_assumptions, branch_invariance, epsilon_breaks_scale, centred_view,
 )  # fmt: skip

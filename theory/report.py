@@ -34,7 +34,7 @@ def attention_sentences(setup: Setup, norm_v: float, norm_t: float, signal: Mapp
     """When the signal collapses, and when imbalance turns from harmless to harmful."""
     lost = np.flatnonzero((signal["argmax_imbalanced"] < 0.5) & (signal["argmax_balanced"] >= 0.5)) + 1
     if len(lost):
-        collapse = f"collapses at layers {lost[0]} to {lost[-1]}: the balanced pair leads the crowd there, the imbalanced one does not"
+        collapse = f"collapses at layers {lost[0]} to {lost[-1]}: only the balanced pair leads the crowd there"
     else:
         collapse = (
             "does not collapse: in no layer does the balanced pair lead the crowd while the imbalanced one does not"
@@ -75,7 +75,8 @@ def depth_report(
     _draw_depth(runs, signal, visual, out)
     for name, run in runs.items():
         print(
-            f"{name}: norm {run.norm.mean[0]:.2f} → {run.norm.mean[-1]:.2f}, {np.degrees(run.turn.mean.sum()):.1f}° turned in all, "
+            f"{name}: norm {run.norm.mean[0]:.2f} → {run.norm.mean[-1]:.2f}, "
+            f"{np.degrees(run.turn.mean.sum()):.1f}° turned in all, "
             f"cosine to the {'target' if visual.mode == 'drift' else 'start'} {run.cosine_to_reference.mean[-1]:.3f}"
         )
     print("\n".join(attention_sentences(visual, visual.norm, text.norm, signal)))
@@ -151,11 +152,15 @@ def transformer_report(norm_v: float, norm_t: float, layers: int, seed: int, out
         writer.writerows([*vars(row).values(), seed] for row in rows)
     for modality in ("visual", "text"):
         mine = [row for row in rows if row.modality == modality]
-        turns = np.array([(row.turn, row.turn_from_tokens, row.turn_from_means) for row in mine]).sum(axis=0)
+        update, angle, spread, resultant = (
+            np.mean([getattr(row, name) for row in mine]) for name in ("update", "angle", "angle_std", "resultant")
+        )
+        turned, exact, assumed = np.degrees(
+            np.sum([(row.turn, row.turn_from_tokens, row.turn_from_means) for row in mine], axis=0)
+        )
         print(
-            f"{modality}: update {np.mean([r.update for r in mine]):.2f} (A1: one size for both), angle "
-            f"{np.degrees(np.mean([r.angle for r in mine])):.1f}° ± {np.degrees(np.mean([r.angle_std for r in mine])):.1f}° (A2), mean "
-            f"direction {np.mean([r.resultant for r in mine]):.2f} (A3: 0); turned {np.degrees(turns[0]):.1f}°, the exact formula says "
-            f"{np.degrees(turns[1]):.1f}°, means under A1 and A2 say {np.degrees(turns[2]):.1f}°"
+            f"{modality}: update {update:.2f} (A1: one size for both), angle {np.degrees(angle):.1f}° ± "
+            f"{np.degrees(spread):.1f}° (A2), mean direction {resultant:.2f} (A3: 0); turned {turned:.1f}°, the exact "
+            f"formula says {exact:.1f}°, means under A1 and A2 say {assumed:.1f}°"
         )
     print(f"Wrote assumptions.csv to {out}; seed {seed}.")

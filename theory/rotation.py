@@ -204,4 +204,5 @@ def lognormal_turn(mean: float, std: float, update: float, angle: float) -> Spre
     harmonic = mean / (1 + (std / mean) ** 2)
     turns = step_angle(norms, update, angle)
     mean_turn = float(weights @ turns / weights.sum())
-    return SpreadTurn(mean_turn, *(float(step_angle(n, update, angle)) for n in (mean, harmonic)), harmonic)
+    at_mean, at_harmonic = (float(step_angle(n, update, angle)) for n in (mean, harmonic))
+    return SpreadTurn(mean_turn, at_mean, at_harmonic, harmonic)

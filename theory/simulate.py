@@ -190,7 +190,7 @@ def _run(block_of, block: int, setup: Setup, tokens: int, seed: int, progress: P
         if progress is not None:
             progress(size)
     norm, cosine = (np.concatenate(parts) for parts in zip(*finals, strict=True))
-    return Run(*(sums.curve(row) for row in range(4)), norm, cosine, (seed,))
+    return Run(sums.curve(0), sums.curve(1), sums.curve(2), sums.curve(3), norm, cosine, (seed,))
 
 
 def run_chain(setup: Setup, tokens: int, seed: int, progress: Progress | None = None) -> Run:
@@ -216,7 +216,10 @@ def merge(runs: Sequence[Run]) -> Run:
         return Curve(share @ means, np.sqrt((share**2) @ widths**2))
 
     return Run(
-        *(curve(name) for name in ("norm", "cosine_to_reference", "turn", "adjacent_cosine")),
+        curve("norm"),
+        curve("cosine_to_reference"),
+        curve("turn"),
+        curve("adjacent_cosine"),
         np.concatenate([run.final_norm for run in runs]),
         np.concatenate([run.final_cosine for run in runs]),
         tuple(seed for run in runs for seed in run.seeds),

@@ -73,7 +73,7 @@ def random_transformer(
     causal: bool = True,
     parallel: bool = False,
 ) -> RandomTransformer:
-    """Gaussian weights of variance scale²/fan-in. Raises ValueError unless the sizes are whole and heads divide width."""
+    """Gaussian weights of variance scale²/fan-in. Raises ValueError unless sizes are whole and heads divide width."""
     layers, width, heads = (
         whole_number(name, value, 1) for name, value in (("layers", layers), ("width", width), ("heads", heads))
     )

@@ -1,4 +1,4 @@
-"""Certificates: the true ones hold, the false ones meet a witness that is false, the search is honest about its limits."""
+"""Certificates: the true ones hold, the false ones meet a real witness, and the search admits its limits."""
 
 import math
 

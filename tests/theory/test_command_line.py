@@ -15,10 +15,11 @@ def python(*arguments, **options):
 
 
 def test_import_is_light_and_independent():
-    """Neither sympy, flint nor matplotlib until needed; never torch or the model. Best of five, as the machine is shared."""
+    """No sympy, flint or matplotlib until needed; never torch or the model. Best of five: a machine may be busy."""
     program = (
         "import time; t = time.perf_counter(); import theory; theory.step_angle(3, 4, 1); t = time.perf_counter() - t\n"
-        "import sys; print(t, *[m for m in ('sympy', 'flint', 'mpmath', 'matplotlib', 'torch', 'minillava') if m in sys.modules])"
+        "import sys; heavy = ('sympy', 'flint', 'mpmath', 'matplotlib', 'torch', 'minillava')\n"
+        "print(t, *[module for module in heavy if module in sys.modules])"
     )
     seconds = []
     for _ in range(5):

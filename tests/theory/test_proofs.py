@@ -116,18 +116,33 @@ def test_there_are_mutants_of_every_proof():
     assert all(len(list(step_mutants(proof))) >= 5 for proof in PROOFS)
 
 
+def one_step(step, **hypotheses):
+    return kernel.Proof("R1", "", steps=(step,), **hypotheses)
+
+
 # The kernel's own rules, each with something false that resembles something true.
+ONE, NONE = sp.Integer(1), sp.Integer(0)
+CIRCLE = {"circle": x**2 + y**2 - 1}
 FALSE = {
-    "an unknown sign": kernel.Proof("R1", "", steps=(kernel.Sign("", n, n),)),
-    "a square may be 0": kernel.Proof("R1", "", steps=(kernel.Sign("", n**2, n**2),)),
-    "division by what may be 0": kernel.Proof("R1", "", zero={"": x}, steps=(kernel.Identity("", x / n, sp.Integer(0)),)),
-    "a derivation that breaks an equation": kernel.Proof("R1", "", zero={"": x**2 + y**2 - 1}, derivations={"t": {x: y, y: x}}, steps=(kernel.Identity("", x, x),)),
-    "growth from a negative start": kernel.Proof("R1", "", positive={"": n}, derivations={"n": {n: sp.Integer(1)}}, steps=(kernel.Growth("", "n", n - 1, {n: sp.Integer(0)}, sp.Integer(1)),)),
-    "growth from a start off the circle": kernel.Proof("R1", "", zero={"": x**2 + y**2 - 1}, derivations={"t": {n: sp.Integer(1)}}, steps=(kernel.Growth("", "t", n, {x: sp.Integer(2)}, sp.Integer(1)),)),
-    "a negative factor": kernel.Proof("R1", "", steps=(kernel.SameSign("", -x, x, sp.Integer(-1)),)),
-    "a product that is not positive": kernel.Proof("R1", "", steps=(kernel.NonZero("", x, sp.Integer(0), sp.Integer(0)),)),
-    "an angle's derivative at the origin": kernel.Proof("R1", "", derivations={"n": {n: sp.Integer(1)}}, steps=(kernel.AngleDerivative("", "n", sp.Integer(0), n, sp.Integer(0)),)),
-}  # fmt: skip
+    "an unknown sign": one_step(kernel.Sign("", n, n)),
+    "a square may be 0": one_step(kernel.Sign("", n**2, n**2)),
+    "division by what may be 0": one_step(kernel.Identity("", x / n, NONE), zero={"x": x}),
+    "a derivation that leaves the circle": one_step(
+        kernel.Identity("", x, x), zero=CIRCLE, derivations={"t": {x: y, y: x}}
+    ),
+    "growth from below 0": one_step(
+        kernel.Growth("", "n", n - 1, {n: NONE}, ONE), positive={"n": n}, derivations={"n": {n: ONE}}
+    ),
+    "growth from off the circle": one_step(
+        kernel.Growth("", "t", n, {x: sp.Integer(2)}, ONE),
+        zero=CIRCLE,
+        nonnegative={"n": n},
+        derivations={"t": {n: ONE}},
+    ),
+    "a negative factor": one_step(kernel.SameSign("", -x, x, -ONE)),
+    "a product that is not positive": one_step(kernel.NonZero("", x, NONE, NONE)),
+    "an angle at the origin": one_step(kernel.AngleDerivative("", "n", NONE, n, NONE), derivations={"n": {n: ONE}}),
+}
 
 
 @pytest.mark.parametrize("name", FALSE)
