@@ -16,6 +16,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <type_traits>
@@ -60,6 +61,7 @@ struct FullColumns {
     if constexpr (std::is_same_v<T, A>) {
       return {Vectorized<A>::loadu(row + i), Vectorized<A>::loadu(row + i + Vectorized<A>::size())};
     } else {
+      static_assert(Vectorized<T>::size() == Wide<A>::size());
       const auto [lo, hi] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(row + i));
       return {lo, hi};
     }

@@ -74,16 +74,17 @@ void run_backward(int rung, const T* dy, const T* x, const A* mean, const A* rst
     run_backward<T, P, A>(rung, dy, x, mean, rstd, g, compensate, dx, dg, db, M, D);                                   \
   }
 
+#ifndef SANITIZED
 EXPORT(float32_float32, float, float, float)
 EXPORT(bfloat16_float32, c10::BFloat16, float, float)
-#ifndef SANITIZED  // the other types are the same code; a sanitizer needs to see it once in 32 and once in 16 bits
 EXPORT(bfloat16_bfloat16, c10::BFloat16, c10::BFloat16, float)
 EXPORT(float16_float16, c10::Half, c10::Half, float)
 EXPORT(float16_float32, c10::Half, float, float)
 EXPORT(float64_float64, double, double, double)
 #else
 
-// Runs every rung on awkward shapes, in buffers of exactly the right size. The sanitizer does the judging.
+// Runs a rung on one shape, in buffers of exactly the right size. The sanitizer does the judging. One 32-bit and one
+// 16-bit type are enough for it: the others are the same code.
 template <typename T>
 void exercise(int rung, int64_t M, int64_t D) {
   const auto buffer = [](auto kind, int64_t n) {
@@ -101,21 +102,27 @@ void exercise(int rung, int64_t M, int64_t D) {
     free(p);
 }
 
-// Wide rows come with two blocks only (rung 4).
+// Wide rows come with two blocks only (rung 4), and with rows enough for several turns of each.
 int main() {
+#ifdef PLANTED  // a fault in the source: fewer shapes and one type find it as well
+  for (int rung = 0; rung < 5; ++rung) exercise<float>(rung, 5, 40);
+  exercise<float>(4, 20, 7);
+  exercise<float>(4, 20, 1024);
+#else
   const int64_t small[][2] = {{1, 1}, {5, 40}};
   for (const auto& s : small)
     for (int rung = 0; rung < 5; ++rung) {
       exercise<float>(rung, s[0], s[1]);
       exercise<c10::BFloat16>(rung, s[0], s[1]);
     }
-  exercise<float>(4, 20, 7);              // rows enough for several turns of a block
+  exercise<float>(4, 20, 7);
   exercise<c10::BFloat16>(4, 35, 250);    // one warp a row, misaligned
   exercise<c10::BFloat16>(4, 10, 520);    // four warps a row
-  exercise<float>(4, 5, 1024);
+  exercise<float>(4, 20, 1024);
   exercise<c10::BFloat16>(4, 5, 4104);    // two packs a thread
   exercise<c10::BFloat16>(4, 3, 5001);    // the same, misaligned
   exercise<float>(4, 3, 8200);            // too long for registers
+#endif
   puts("done");
 }
 #endif

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def setup(folder, *command, **environment):
     variables = {k: v for k, v in os.environ.items() if k not in ("USE_CUDA", "CXX", "TORCH_CUDA_ARCH_LIST")}
     variables |= {"MINILLAVA_BUILD": "1", **environment}
-    command = [sys.executable, "setup.py", *(command or ("build_ext", "--inplace", "--dry-run"))]
+    command = [sys.executable, "setup.py", *(command or ("--name",))]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
 
@@ -77,6 +77,13 @@ def test_a_library_that_does_not_load_is_named_and_the_reference_runs(package_co
     done = python(folder, USE)
     assert done.returncode == 0 and done.stdout.startswith("False"), done.stderr
     assert "they do not load" in done.stderr
+
+
+def test_kernels_built_for_another_torch_are_named(package_copy):
+    folder = package_copy()
+    (folder / "minillava/_C.py").write_text("torch_version = '1.0.0'")  # stands for the library
+    done = python(folder, USE)
+    assert done.returncode == 0 and "built for torch 1.0.0" in done.stderr and "make build" in done.stderr
 
 
 def test_by_default_nothing_is_compiled(package_copy, tmp_path):
