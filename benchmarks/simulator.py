@@ -2,14 +2,10 @@
 
     python benchmarks/simulator.py [--full]
 
-CPU time of one thread, best of three, at LLaVA's width D = 4096. `--full` adds the figure for one million tokens through
-128 layers (wall clock and peak memory). The ratio is what (a) saves; that both have one law is a test, not a benchmark.
+CPU time of one thread, best of three, at LLaVA's width D = 4096. `--full` adds the figure for one million tokens
+through 128 layers (wall clock and peak memory). The ratio is what (a) saves; that both have
+one law is a test, not a benchmark.
 """
-
-import os
-
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ[variable] = "1"
 
 import argparse
 import resource

@@ -173,12 +173,8 @@ def _moment() -> Outcome:
     rng = np.random.default_rng(36)
     lam, d = 10.0 ** rng.uniform(-3, 3, 500), rng.integers(2, 4097, 500)
     excess = np.max(attention.log_moment(lam, d) / (lam**2 / (2 * d)) - 1)
-    d, N = 128, 576
-    critical = attention.critical_similarity(d, N)
-    below, above = (
-        attention.argmax_probability(0.5 * critical, d, N),
-        attention.argmax_probability(1.5 * critical, d, N),
-    )
+    critical = attention.critical_similarity(128, 576)
+    below, above = (attention.argmax_probability(factor * critical, 128, 576) for factor in (0.5, 1.5))
     passed = excess <= 64 * EPS and below < 0.01 and above > 0.99
     return Outcome(
         bool(passed),
