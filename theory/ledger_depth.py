@@ -39,7 +39,7 @@ def _fates() -> Outcome:
 def _gap_example() -> Outcome:
     obtuse = np.arccos(-0.9)
     v, t = (norm_after(n, 2.0, obtuse) for n in (2.0, 1.0))
-    return Outcome(v < t, f"C = 2, cos φ = −.9 < −A/C: norms 2 and 1 become {v:.2f} and {t:.2f}, order reversed")
+    return Outcome(bool(v < t), f"C = 2, cos φ = −.9 < −A/C: norms 2 and 1 become {v:.2f} and {t:.2f}, order reversed")
 
 
 def _martingale() -> Outcome:
