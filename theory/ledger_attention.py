@@ -151,7 +151,9 @@ def _noise() -> Outcome:
 
 def _noise_reversed() -> Outcome:
     slow, fast = (attention.noise_variance(np.radians(89), turn, 16) for turn in (0.1, 1.0))
-    return Outcome(bool(slow > fast), f"θ_q = 89°, d = 16: the slower key has variance {slow:.5f}, the faster {fast:.5f}")
+    return Outcome(
+        bool(slow > fast), f"θ_q = 89°, d = 16: the slower key has variance {slow:.5f}, the faster {fast:.5f}"
+    )
 
 
 def _mass() -> Outcome:
