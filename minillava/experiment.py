@@ -182,8 +182,16 @@ class Run:
         torch.manual_seed(1000 + self.seed)
         config = LLaVAConfig(self.preset.vision, language.config, self.variant.arm, IMAGE)
         model = MiniLLaVA(config, self.data.vision, language).to(self.device)
-        model.calibrate(self.data.features["train"][:256].to(self.device))
+        loudness = self.base_norm() if self.variant.arm == "discrete" else None
+        model.calibrate(self.data.features["train"][:256].to(self.device), loudness)
         return model
+
+    def base_norm(self) -> float:
+        """How loud the visual tokens of the base arm are after stage 1, with the same seed and rate: the size that the
+        discrete arm starts at. That stage 1 is this run's own: runs do not wait for each other."""
+        base = replace(self, name="base", folder=self.folder / "reference")
+        _, measures = base.stage1(self.preset.stage1_lrs[0])
+        return measures["interface_stage1"]["visual"]["mean"]
 
     def train_stage(self, model: MiniLLaVA, stage: int, lr: float, name: str, evaluate: Callable | None = None):
         """Train one stage in place and return its rows; `name` is the run's folder."""

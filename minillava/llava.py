@@ -19,6 +19,7 @@ from minillava.lm import LM, KVCache, LMConfig
 from minillava.norm_align import NormAlign, text_norm
 from minillava.vit import ViT, ViTConfig
 
+SHARPNESS = 4.0  # standard deviation of the visual vocabulary's scores at the start
 ARMS = ("base", "default", "aligned", "gwc", "scale", "discrete")
 
 
@@ -69,8 +70,8 @@ class Scale(nn.Module):
 class VisualVocabulary(nn.Module):
     """Control: discrete visual tokens, after Ovis. Each token becomes a softmax over visual words, read like attention.
 
-    The words' rows start at the norm of the visual tokens of the `base` arm (set by `MiniLLaVA.calibrate`), so that the
-    arm asks about discreteness and not about size (PAPER.md, RQ4).
+    In the experiment its tokens start as loud as those of the `base` arm are after stage 1 (`MiniLLaVA.calibrate`), so
+    that the arm asks about discreteness and not about size (PAPER.md, RQ4).
     """
 
     def __init__(self, words: int, width: int):
@@ -78,8 +79,11 @@ class VisualVocabulary(nn.Module):
         self.keys = nn.Parameter(torch.randn(words, width))
         self.words = nn.Parameter(torch.randn(words, width))
 
+    def scores(self, x: Tensor) -> Tensor:
+        return x @ self.keys.T * x.shape[-1] ** -0.5  # (I, N, D) -> (I, N, K)
+
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.keys.T * x.shape[-1] ** -0.5).softmax(dim=-1) @ self.words  # (I, N, K) @ (K, D)
+        return self.scores(x).softmax(dim=-1) @ self.words  # (I, N, K) @ (K, D)
 
 
 def build_arm(config: LLaVAConfig, embeddings: Tensor) -> nn.Module:
@@ -126,14 +130,20 @@ class MiniLLaVA(nn.Module):
         return self.arm(self.projector(features))
 
     @torch.no_grad()
-    def calibrate(self, features: Tensor) -> None:
-        """Set what the control arms take from data, once, before training: features (I, N, Dv) of a typical batch."""
-        norm = self.projector(features).norm(dim=-1).mean()
+    def calibrate(self, features: Tensor, visual_norm: float | None = None) -> None:
+        """Set what the control arms take from data, once, before training: features (I, N, Dv) of a typical batch.
+
+        `scale` gets its constant. `discrete` gets tokens of mean norm `visual_norm` (by default what the projector
+        gives now), and scores sharp enough for its softmax to choose words rather than to average all of them.
+        """
+        projected = self.projector(features)  # (I, N, D)
+        norm = projected.norm(dim=-1).mean()
         if isinstance(self.arm, Scale):
             self.arm.factor.copy_(text_norm(self.lm.embed_tokens.weight) / norm)
         if isinstance(self.arm, VisualVocabulary):
-            for rows in (self.arm.keys, self.arm.words):
-                rows.mul_(norm / rows.norm(dim=-1, keepdim=True))
+            self.arm.keys.mul_(SHARPNESS / self.arm.scores(projected).std())
+            wanted = norm if visual_norm is None else visual_norm
+            self.arm.words.mul_(wanted / self.arm(projected).norm(dim=-1).mean())
 
     def embed(
         self,

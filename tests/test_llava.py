@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import minillava
-from minillava.llava import ARMS, LLaVAConfig, MiniLLaVA, pick
+from minillava.llava import ARMS, SHARPNESS, LLaVAConfig, MiniLLaVA, pick
 from minillava.lm import LM, LMConfig
 from minillava.norm_align import text_norm
 from minillava.vit import ViT, ViTConfig
@@ -171,8 +171,11 @@ def test_arms_decide_how_loud_visual_tokens_are():
             assert norms.mean().item() == pytest.approx(T, rel=1e-6)
             torch.testing.assert_close(norms / raw.norm(dim=-1), torch.full_like(norms, model.arm.factor))
         elif arm == "discrete":
-            rows = torch.cat([model.arm.words, model.arm.keys])
-            torch.testing.assert_close(rows.norm(dim=-1), raw.norm(dim=-1).mean().expand(20))
+            assert norms.mean().item() == pytest.approx(raw.norm(dim=-1).mean().item(), rel=1e-5)
+            assert model.arm.scores(raw).std().item() == pytest.approx(SHARPNESS, rel=1e-5)
+            model.calibrate(features, visual_norm=7.5)
+            asked = model.visual_tokens(features=features).norm(dim=-1).mean().item()
+            assert asked == pytest.approx(7.5, rel=1e-5)
         else:
             target = math.sqrt(D) if arm == "default" else T
             assert ((norms / target - 1).abs() < rho_loss + 1e-6).all()
