@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minillava.probe import MODALITIES, Trace
+from minillava.probe import CLOSING, MODALITIES, Trace
 from minillava.style import MODALITY_COLOURS, SEQUENTIAL, arm_style, canvas, in_style, modality_style
 
 DEGREES = 180 / np.pi
@@ -62,8 +62,12 @@ def steps_table(trace: Trace) -> Table:
 
 def step_label(step: str) -> str:
     """ "block0.attn" is layer 1's attention: layers are counted from 1 wherever people read."""
-    block, branch = step.split(".")
-    return f"{int(block.removeprefix('block')) + 1} {branch}"
+    return f"{step_layer(step) + 1} {step.split('.')[1]}"
+
+
+def step_layer(step: str) -> int:
+    """The layer, from 0, that "block0.attn" belongs to."""
+    return int(step.split(".")[0].removeprefix("block"))
 
 
 def layers_table(trace: Trace) -> Table:
@@ -75,13 +79,12 @@ def layers_table(trace: Trace) -> Table:
     for modality in trace.data:
         for against in ("layer", "LM"):
             table.add_column(f"{modality}, {against}", justify="right", style=MODALITY_COLOURS[modality])
-    layers = len(trace.data["visual"]["layer_cosine"])
-    stride = len(trace.steps) // layers
-    for i in range(layers):
+    ends = [i + 1 for i, step in enumerate(trace.steps) if step.endswith(CLOSING)]  # states that close a layer
+    for i, end in enumerate(ends):
         cells = []
         for rows in trace.data.values():
             cells.append(f"{rows['layer_cosine'][i]:.3f} ± {rows['layer_cosine_std'][i]:.3f}")
-            cells.append(f"{rows['input_cosine'][stride * (i + 1)]:.3f}")
+            cells.append(f"{rows['input_cosine'][end]:.3f}")
         table.add_row(str(i + 1), *cells)
     return table
 
@@ -119,7 +122,7 @@ def _depth_figure(traces: dict[str, Trace], key: str, first: int) -> tuple[Figur
         figure, panels = canvas(1, 1, 4.8, 3.2)
         (data,) = (trace.data for trace in traces.values())
         for modality, rows in data.items():
-            x = _layers_of(rows, key, first)
+            x = depths(next(iter(traces.values())), key, first)
             panels[0].plot(x, rows[key], label=modality, **modality_style(modality))
             low, high = rows[key] - rows[f"{key}_std"], rows[key] + rows[f"{key}_std"]
             low = np.maximum(low, rows[key] / 10) if key == "state_norm" else low  # a logarithm has no 0
@@ -131,7 +134,7 @@ def _depth_figure(traces: dict[str, Trace], key: str, first: int) -> tuple[Figur
             panel.set_title(TITLES[modality])
             for arm, trace in traces.items():
                 rows = trace.data[modality]
-                panel.plot(_layers_of(rows, key, first), rows[key], label=arm, **arm_style(arm))
+                panel.plot(depths(trace, key, first), rows[key], label=arm, **arm_style(arm))
         _legend_below(figure, panels[0])
     for panel in panels:
         panel.set_xlabel("depth [layers]")
@@ -139,9 +142,12 @@ def _depth_figure(traces: dict[str, Trace], key: str, first: int) -> tuple[Figur
     return figure, panels
 
 
-def _layers_of(rows: dict[str, np.ndarray], key: str, first: int) -> np.ndarray:
-    """Depth of each value in layers; states lie between layers too (after attention)."""
-    return np.linspace(first, len(rows["layer_cosine"]), len(rows[key]))
+def depths(trace: Trace, key: str, first: int) -> np.ndarray:
+    """Depth of each value of `key` in layers; states lie between layers too (after attention)."""
+    if key != "state_norm":
+        return np.arange(first, first + len(trace.data["visual"][key]))
+    halfway = [0.5 if step.endswith(".attn") else 1.0 for step in trace.steps]
+    return np.array([0.0] + [step_layer(step) + half for step, half in zip(trace.steps, halfway, strict=True)])
 
 
 def _logarithmic(panel: Axes, direction: str) -> None:

@@ -28,6 +28,7 @@ from minillava.lm import build_mask
 from theory.rotation import adjacent_cosine, step_angle
 
 MODALITIES = ("visual", "text")
+CLOSING = (".mlp", ".layer")  # how names of states end that close a layer
 
 
 # Observing -----------------------------------------------------------------------------------------------------------
@@ -37,8 +38,9 @@ MODALITIES = ("visual", "text")
 class Observation:
     """What one forward pass leaves behind; nothing else of a model is needed below.
 
-    `states` holds the residual stream in order: the LM's input, then the state after every step; a state whose name
-    ends in ".mlp" closes a layer. The last one must be the stream itself, taken *before* the final norm.
+    `states` holds the residual stream in order: the LM's input, then the state after every step. A state whose name
+    ends in ".mlp" closes a layer, and so does ".layer" where a layer is one step; ".added" is a step between two
+    layers that belongs to neither. The last one must be the stream itself, taken *before* the final norm.
     """
 
     states: dict[str, Tensor]  # each (B, T, D)
@@ -52,7 +54,18 @@ class Observation:
     def layers(self) -> list[str]:
         """Names of the LM's input and of every layer's output."""
         names = list(self.states)
-        return names[:1] + [name for name in names if name.endswith(".mlp")]
+        return names[:1] + [name for name in names if name.endswith(CLOSING)]
+
+    @property
+    def spans(self) -> list[tuple[str, str]]:
+        """Names of every layer's own input and output."""
+        spans, start = [], next(iter(self.states))
+        for name in self.states:
+            if name.endswith(CLOSING):
+                spans.append((start, name))
+            if name.endswith((*CLOSING, ".added")):
+                start = name
+        return spans
 
 
 def modalities(batch: Batch, image_token_id: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +168,8 @@ def predict(step: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Trace:
-    """Means over tokens: `data[modality][key]` is an array over steps (2L), layers (L) or states (2L + 1).
+    """Means over tokens: `data[modality][key]` is an array over steps (2L, or more where something
+    is added between layers), layers (L) or states (one more than steps).
 
     steps   norm, update, angle, turn, cosine, each with `_std`; norm_harmonic; direction_agreement, the mean cosine
             between the turning directions of two tokens (0 if they are symmetrically distributed, A3)
@@ -205,7 +219,7 @@ def trace_observations(observations: Iterable[Observation]) -> Trace:
         steps = list(seen.states)[1:]
         for modality, follower in follow.items():
             mask = getattr(seen, modality)  # (B, T)
-            follower.add({name: state[mask].double() for name, state in seen.states.items()}, seen.layers, modality)
+            follower.add({name: state[mask].double() for name, state in seen.states.items()}, seen.spans, modality)
     if follow["visual"].tokens == 0:
         raise ValueError("no visual token in any batch: there is nothing to trace")
     data = {modality: follower.summary() for modality, follower in follow.items() if follower.tokens}
@@ -228,7 +242,7 @@ class _Follower:
         self.turned: dict[int, int] = defaultdict(int)  # tokens that did turn, by step
         self.error = {"turn": 0.0, "cosine": 0.0}
 
-    def add(self, states: dict[str, Tensor], layers: list[str], modality: str) -> None:
+    def add(self, states: dict[str, Tensor], spans: list[tuple[str, str]], modality: str) -> None:
         """Take the states (M, D) of M more tokens."""
         first = next(iter(states.values()))
         if len(first) == 0:
@@ -242,7 +256,7 @@ class _Follower:
             self.moments["input_cosine", i].add(angle_between(first, state).cos())
         for i, step in enumerate(pairwise(states.values())):
             self._add_step(i, *step)
-        for i, (start, end) in enumerate(pairwise(layers)):
+        for i, (start, end) in enumerate(spans):
             cosine = angle_between(states[start], states[end]).cos()
             self.moments["layer_cosine", i].add(cosine)
 
