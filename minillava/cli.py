@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import webbrowser
 from dataclasses import replace
@@ -133,19 +134,69 @@ def generate(
     return 0
 
 
-def probe(model: Path = SHIPPED, images: int = 100, out: Path | None = None, attention: bool = False) -> int:
+def probe(
+    model: str = str(SHIPPED),
+    images: int = 100,
+    out: Path | None = None,
+    attention: bool = False,
+    image: Path | None = None,
+    prompt: str = "Describe this picture.",
+    questions: Path | None = None,
+    interventions: tuple[str, ...] = (),
+    survey: bool = False,
+    embedding: str | None = None,
+    projector: str | None = None,
+    layers: str | None = None,
+    image_token_id: int | None = None,
+    device: str | None = None,
+) -> int:
     """Measure how a model's tokens turn: norms, updates, angles and cosines, layer by layer.
 
     Args:
-        model: Model folder of minillava; the one that ships with the package by default.
-        images: How many scenes of the built-in world to look at.
-        out: Folder for probe.json and the figures.
+        model: Model folder of minillava (the one that ships by default), or a Hugging Face vision-language model: a
+            folder, or a name to download.
+        images: How many scenes of the built-in world to look at, or pictures of a folder.
+        out: Folder for probe.json and the figures or the page.
         attention: Also the share of attention that text gives to the image (one more pass).
+        image: Of a Hugging Face model only, as is all that follows: a picture or a folder of pictures.
+        prompt: What to ask about every picture.
+        questions: A text file with a question a line, in place of the prompt.
+        interventions: Scale visual tokens by these factors ("norm-matched" is one) and see what the model then says.
+        survey: Append a row to docs/survey.csv.
+        embedding: Path of the text embedding, for a model of a family that the probe does not know.
+        projector: Path of the projector.
+        layers: Path of the list of decoder layers.
+        image_token_id: Id of the image token.
+        device: cpu or cuda.
     """
-    from minillava.world_probe import probe_world
+    if images < 1:
+        raise ValueError(f"--images {images}: at least 1 is needed")
+    path = Path(model)
+    if _is_ours(path):
+        from minillava.world_probe import probe_world
 
-    probe_world(model, images, out, attention, Console())
+        probe_world(path, images, out, attention, Console())
+        return 0
+    from minillava import hf_page, hf_probe
+    from minillava.survey import append, row_of
+
+    asked = hf_probe.gather(image, prompt, questions, images)
+    names = {"embedding": embedding, "projector": projector, "layers": layers, "image_token_id": image_token_id}
+    result = hf_probe.probe_hf(model, asked, names, device or default_device(), attention, interventions)
+    hf_page.show(result, Console())
+    if out is not None:
+        print(f"probe.json, and everything on one page: {hf_page.save(result, out)}")
+    if survey:
+        append(row_of(result))
     return 0
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a path is a model folder of ours, or should have been one: its config.json has a format of ours."""
+    config = path / "config.json"
+    if config.is_file():
+        return "format" in json.loads(config.read_text())
+    return path.exists() or len(path.parts) != 2  # "owner/name" is a model on the hub
 
 
 def check_data(data: Path, quick: bool = False, model: Path = SHIPPED) -> int:

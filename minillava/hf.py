@@ -6,9 +6,10 @@
     trace_observations([seen.observation])
 
 The states are the residual stream itself. A layer's input is what its first hook sees; the state between its branches
-is the input of the norm before the MLP, so a post-branch norm (Gemma-3) is inside the update, where it belongs; whatever
-is added between layers (Qwen3-VL's deep-stack features) is the step `block{i}.added`; and the last state is taken before
-the final norm, which transformers' last hidden state is not. `observe(..., verify=True)` adds the branches up again.
+is the input of the norm before the MLP, so a post-branch norm (Gemma-3) is inside the update, where it belongs; what
+is added between layers (Qwen3-VL's deep-stack features) is the step `block{i}.added`; and the last state is taken
+before the final norm, which transformers' last hidden state is not. `observe(..., verify=True)` adds the branches up
+again and compares.
 """
 
 from __future__ import annotations
@@ -75,16 +76,16 @@ def find_parts(
     config: Any = model.config
     family = FAMILIES.get(config.model_type, Names("", "", ""))
     names = Names(embedding or family.embedding, projector or family.projector, layers or family.layers)
-    token = getattr(config, "image_token_id", None) if image_token_id is None else image_token_id
+    token: Any = getattr(config, "image_token_id", None) if image_token_id is None else image_token_id
     missing = [f"--{part}" for part, path in names._asdict().items() if not path]
     missing += ["--image-token-id"] if token is None else []
     if missing:
         raise ValueError(
             f"model type '{config.model_type}' is none of {', '.join(FAMILIES)}. Name four things: the text embedding "
-            "(--embedding), the projector (--projector), the LM's decoder layers (--layers), each as a dotted path, and "
+            "(--embedding), the projector (--projector), the LM's decoder layers (--layers), each a dotted path, and "
             f"the id of the image token (--image-token-id). Still missing: {', '.join(missing)}"
         )
-    modules = {}
+    modules: dict[str, Any] = {}
     for part, path in names._asdict().items():
         try:
             modules[part] = model.get_submodule(path)
@@ -102,9 +103,12 @@ def find_parts(
 
 def load(source: str | Path, revision: str | None = None, dtype: str = "auto", device: str = "cpu") -> tuple[Any, Any]:
     """Model (in eval mode) and processor, from a folder of `save_pretrained` or by name. Raises OSError if neither."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    try:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+    except ImportError as error:
+        raise ValueError(f"{error}: Hugging Face models need the extra, pip install 'minillava[pretrained]'") from None
 
-    model = AutoModelForImageTextToText.from_pretrained(source, revision=revision, dtype=dtype)
+    model: Any = AutoModelForImageTextToText.from_pretrained(source, revision=revision, dtype=dtype)
     return model.to(device).eval(), AutoProcessor.from_pretrained(source, revision=revision)
 
 

@@ -62,9 +62,11 @@ def audit_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def extra_tables(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Tables of what was measured on request: title, header, rows."""
-    tables = []
+    tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = []
     if "attention" in result:
-        mass = [(str(i + 1), f"{value:.3f}") for i, value in enumerate(result["attention"]["mass"])]
+        mass: list[tuple[str, ...]] = [
+            (str(i + 1), f"{value:.3f}") for i, value in enumerate(result["attention"]["mass"])
+        ]
         title = f"Attention that text gives to the image (even attention: {result['attention']['uniform']:.3f})"
         tables.append((title, ("layer", "share"), mass))
     if "interventions" in result:
@@ -93,7 +95,7 @@ def plot_overlay(result: dict[str, Any]) -> Figure:
     x = figures.depths(trace, "state_norm", 0)
     for modality, rows in trace.data.items():
         colour, style = MODALITY_COLOURS[modality], modality_style(modality)
-        theory = {"color": colour, "linewidth": 0.9}
+        theory: dict[str, Any] = {"color": colour, "linewidth": 0.9}
         panels[0].plot(x, rows["state_norm"], label=modality, **style)
         panels[0].plot(x, result["theory"][modality], linestyle=":", label=f"{modality}, theory: mean C, φ", **theory)
         panels[1].plot(x[1:], rows["turn"] * figures.DEGREES, **style)

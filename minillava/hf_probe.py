@@ -1,4 +1,4 @@
-"""`minillava probe` on a Hugging Face vision-language model: measure it on pictures, lay theory beside it, say a verdict.
+"""`minillava probe` on a Hugging Face vision-language model: measure on pictures, lay theory beside it, say a verdict.
 
 Everything is averaged while it streams: one sample is in memory at a time, however many pictures there are. All numbers
 of the result are in embedding units, radians or cosines; "visual" and "text" as in `minillava.probe`, without the first
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from minillava import hf
+from minillava import hf, interventions
 from minillava.probe import CLOSING, Moments, Observation, Trace, trace_observations
 from theory.depth import evolve, layers_until_ratio
 from theory.normalization import alignment_gain
@@ -44,7 +44,7 @@ class Asked:
 
 
 def gather(image: Path | None, prompt: str, questions: Path | None, limit: int) -> Asked:
-    """Find the pictures (a file, or those of a folder in order of name, at most `limit`) and the questions (a line each).
+    """Find the pictures (a file, or at most `limit` of a folder, in order of name) and the questions (a line each).
 
     Raises ValueError for a path that is not there, a folder without pictures and a file without questions.
     """
@@ -69,7 +69,7 @@ def gather(image: Path | None, prompt: str, questions: Path | None, limit: int) 
 
 
 def measure(model: Any, parts: hf.Parts, samples: Iterable[dict[str, Tensor]]) -> dict[str, Any]:
-    """One pass over the samples: `interface`, `trace`, `audit`, `meeting`, `gain` and `verdict`, as `probe.json` has them.
+    """One pass over the samples: what `probe.json` holds, but for what is measured on request.
 
     Raises ValueError as `hf.observe` and `trace_observations` do.
     """
@@ -120,9 +120,9 @@ def audit(trace: Trace) -> dict[str, Any]:
     Of each modality: `turned`, the sum over steps of the mean turn [rad], and the share of it that theory explains,
     1 − Σ|predicted − measured|/Σ measured, when told each token's own n, C, φ (`exact`), their means (`means`), or the
     mean n and a C and φ that both modalities share, as the paper assumes (`shared`; 1 is all, below 0 is worse than
-    predicting no turn at all). Beside them what is assumed: `update_ratio` C_v/C_t (A1) and `angle_difference` φ_v − φ_t
-    (A2) of every step, the mean `direction_agreement` (0 under A3), and `slower`, the share of steps in which visual
-    tokens turned less.
+    predicting no turn at all). Beside them what is assumed: `update_ratio` C_v/C_t (A1) and `angle_difference`
+    φ_v − φ_t (A2) of every step, the mean `direction_agreement` (0 under A3), and `slower`, the share of steps in which
+    visual tokens turned less.
     """
     visual, text = trace.data["visual"], trace.data["text"]
     both = ~np.isnan(visual["turn_at_shared"]) & ~np.isnan(text["turn_at_shared"])  # steps that move both modalities
@@ -218,3 +218,30 @@ def sentences(result: dict[str, Any], kind: str, visual: float, text: float) -> 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def probe_hf(
+    source: str,
+    asked: Asked,
+    names: dict[str, Any],
+    device: str = "cpu",
+    attention: bool = False,
+    scales: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Everything `minillava probe` measures of a Hugging Face model; `names` as `hf.find_parts` takes them."""
+    model, processor = hf.load(source, device=device)
+    parts = hf.find_parts(model, **names)
+    result: dict[str, Any] = {"model": source, "revision": getattr(model.config, "_commit_hash", None) or ""}
+    result |= measure(model, parts, asked.samples(processor, device))
+    result["samples"] = len(asked.pictures) * len(asked.questions)
+    if attention:
+        result["attention"] = interventions.attention(model, parts, asked.samples(processor, device))
+    if scales:
+        visual, text = (result["interface"][name]["mean"] for name in ("visual", "text"))
+        factors = interventions.read_scales(scales, visual, text)
+        samples = asked.samples(processor, device)
+        result["interventions"] = interventions.interventions(model, parts, samples, factors)
+    return result

@@ -1,4 +1,4 @@
-"""What attention looks at in a Hugging Face model, and what happens when visual tokens are scaled in one that is trained.
+"""What attention looks at in a Hugging Face model, and what a trained one says when its visual tokens are scaled.
 
 Both run the model with an attention function of our own, which computes what attention computes and keeps the weights,
 the keys as they enter the dot product, and the values. It knows masks of any shape, grouped heads and capped scores.
@@ -150,11 +150,12 @@ def interventions(
         with torch.no_grad():
             said = model(**hf.without_image(inputs, parts.image_token_id), use_cache=False).logits[:, -1]
         sums["no image"]["kl"].append(divergence(base, said))
-    result = {}
+    result: dict[str, dict[str, Any]] = {}
     for name, found in sums.items():
         means = {key: torch.tensor(values).double().mean(dim=0).tolist() for key, values in found.items()}
         known = {"as it is": 1.0, "blank image": 1.0} | scales
-        result[name] = {"scale": known.get(name)} | {k: means.get(k) for k in ("kl", "mass", "keys", "values")}
+        result[name] = {key: means.get(key) for key in ("kl", "mass", "keys", "values")}
+        result[name]["scale"] = known.get(name)
     result["as it is"]["kl"] = 0.0
     return result
 
