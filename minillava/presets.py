@@ -64,19 +64,19 @@ class Preset:
 
 def quick() -> Preset:
     """Two cores, minutes: the six arms and the Post-Norm control, one seed, two stage-2 rates, nothing chosen."""
-    world = WorldConfig()
+    world = WorldConfig(kinds=("colour_at", "shape_at", "colour_at", "shape_at", "count"))  # counting needs the least
     return Preset(
         name="quick",
         world=world,
         vision=ViTConfig(image_size=world.image_size),
-        lm=LMConfig(),
+        lm=LMConfig(depth=4),
         variants=("base", "default", "aligned", "gwc", "scale", "discrete", "post-norm"),
         vision_training=TrainConfig(steps=200, lr=1e-3),
-        language_training=TrainConfig(steps=450, lr=2e-3),
-        stage1=TrainConfig(steps=200),
-        stage2=TrainConfig(steps=250, eval_every=25),
+        language_training=TrainConfig(steps=600, lr=2e-3),
+        stage1=TrainConfig(steps=150),
+        stage2=TrainConfig(steps=200, eval_every=20),
         stage1_lrs=(1e-2,),
-        stage2_lrs=(3e-4, 1e-3),
+        stage2_lrs=(5e-4, 2e-3),
     )
 
 

@@ -127,7 +127,7 @@ def by_arm(runs: list[dict]) -> dict[str, list[dict]]:
 
 def opening(report: Report, results: dict) -> None:
     preset, where = results["preset"], results["machine"]
-    kinds = ", ".join(kind.replace("_", " ") for kind in preset["world"]["kinds"])
+    kinds = ", ".join(kind.replace("_", " ") for kind in dict.fromkeys(preset["world"]["kinds"]))
     report.text(
         f"# minillava, preset `{preset['name']}`",
         summary(results),
