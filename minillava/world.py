@@ -16,7 +16,7 @@ IMAGE = "<image>"
 
 @dataclass
 class WorldConfig:
-    """Size of the world. `kinds` are the questions asked; a small LM learns only the first three in the time."""
+    """Size of the world. `kinds` are the questions asked, one named twice twice as often."""
 
     grid: int = 2
     image_size: int = 32
