@@ -29,6 +29,12 @@ from minillava.train import TrainConfig, fit, gain_of
 from minillava.vit import ViT
 
 
+# Read when imported: what is hashed is what runs, even if a file is edited while it does.
+CODE = b"".join(
+    Path(str(module.__file__)).read_bytes() for module in (vit, lm, scenes, world, tokenizer, objectives, train)
+)
+
+
 def cache_folder() -> Path:
     """Where towers and the tokenizer are kept between runs: $MINILLAVA_CACHE, else the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -37,10 +43,8 @@ def cache_folder() -> Path:
 
 def content_key(*parts: object) -> str:
     """A hash of settings and of the code that they configure: change either and nothing stale is reused."""
-    modules = (vit, lm, scenes, world, tokenizer, objectives, train)
-    code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     settings = json.dumps([torch.__version__, *parts], sort_keys=True)
-    return hashlib.sha256(code + settings.encode()).hexdigest()[:16]
+    return hashlib.sha256(CODE + settings.encode()).hexdigest()[:16]
 
 
 @dataclass
