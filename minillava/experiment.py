@@ -28,7 +28,6 @@ from minillava.tokenizer import END, IMAGE, Tokenizer, render, world_tokenizer
 from minillava.train import TrainConfig, fit, gain_of
 from minillava.vit import ViT
 
-
 # Read when imported: what is hashed is what runs, even if a file is edited while it does.
 CODE = b"".join(
     Path(str(module.__file__)).read_bytes() for module in (vit, lm, scenes, world, tokenizer, objectives, train)
