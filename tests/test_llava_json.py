@@ -57,6 +57,15 @@ def test_a_list_streams_to_what_json_loads_makes_of_it(tmp_path_factory, element
         assert list(records(file)) == elements
 
 
+@pytest.mark.parametrize("chunk", range(1, 12))
+def test_no_chunk_cuts_a_number_in_two(tmp_path, monkeypatch, chunk):
+    """'[0' is a whole number until the '.5' arrives."""
+    monkeypatch.setattr(json_stream, "CHUNK", chunk)
+    file = tmp_path / "numbers.json"
+    file.write_text("[0.5, 12, 1e3, -7, 1234567890]")
+    assert list(records(file)) == [0.5, 12, 1000.0, -7, 1234567890]
+
+
 @given(st.lists(st.dictionaries(texts, values, max_size=2), max_size=4))
 def test_lines_stream_to_their_objects(tmp_path_factory, elements):
     file = tmp_path_factory.getbasetemp() / "stream.jsonl"
