@@ -60,8 +60,9 @@ def check_data(path: Path | str, image_tokens: int, tokenizer: Tokenizer, full: 
                     report.problems.append(problem)
         except OSError as error:
             report.problems.append(Problem("", file.name, f"can't be read: {error.strerror}"))
-        if report.samples == before:
-            report.problems.append(Problem("", file.name, "holds no conversation"))
+        else:
+            if report.samples == before:
+                report.problems.append(Problem("", file.name, "holds no conversation"))
     report.images = len(checked)
     return report
 

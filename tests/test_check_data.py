@@ -339,3 +339,16 @@ def test_a_json_file_that_is_a_link_out_of_the_folder_is_not_read(folder):
     (folder / "data.json").symlink_to("../outside/data.json")
     report = check_data(folder, 4, TOKENIZER)
     assert report.samples == 0 and len(report.problems) == 1
+
+
+def test_a_disk_that_fails_is_said_and_the_next_file_is_read(folder, monkeypatch):
+    def failing(file, *arguments, **options):
+        if str(file).endswith("bad.json"):
+            raise OSError(5, "Input/output error")
+        return open(file, *arguments, **options)
+
+    monkeypatch.setattr("minillava.json_stream.open", failing, raising=False)
+    (folder / "bad.json").write_text("[]")
+    report = check(folder, GOOD, LAST)
+    assert report.samples == 2
+    assert [str(problem) for problem in report.problems] == ["bad.json: can't be read: Input/output error"]

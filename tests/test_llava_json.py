@@ -124,11 +124,11 @@ def test_streaming_holds_one_element_and_not_the_file(tmp_path):
 def test_an_endless_element_is_given_up_and_not_read_to_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(json_stream, "LONGEST", 1 << 16)
     monkeypatch.setattr(json_stream, "CHUNK", 1 << 12)
-    for name, start in (("list.json", '[{"id": "'), ("lines.jsonl", '{"id": "')):
+    for name, start in (("list.json", '[{}, {"id": "'), ("lines.jsonl", '{}\n{"id": "')):
         file = tmp_path / name
         file.write_text(start + "x" * 10_000_000)
         tracemalloc.start()
-        (only,) = records(file)
+        _, only = records(file)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert isinstance(only, ValueError)
