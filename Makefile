@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint setup build clean
+.PHONY: demo test lint setup build checkpoint clean
 
 setup: $(VENV)/.installed
 
@@ -29,3 +29,9 @@ build: setup
 
 clean:
 	rm -rf $(VENV) build *.egg-info minillava/*.so
+
+# The model that ships: the aligned arm of the quick preset, in half precision.
+checkpoint: setup
+	$(BIN)/minillava reproduce --preset quick
+	$(BIN)/python -c "from pathlib import Path; from minillava.checkpoint import load_model, save_model; \
+	save_model(Path('minillava/checkpoint'), *load_model(Path('runs/quick/aligned-seed0/model-0.002')), half=True)"

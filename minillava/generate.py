@@ -32,6 +32,9 @@ def answer(
         raise ValueError(
             f"the prompt has {prompt.count(IMAGE_MARK)} {IMAGE_MARK} marks, but an answer sees one picture"
         )
+    for path in images:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such picture")
     device = next(model.parameters()).device
     ids, _ = render(tokenizer, [(prompt, None)], model.config.vision.num_patches)
     input_ids = torch.tensor([ids] * max(1, len(images)), device=device)
