@@ -46,6 +46,7 @@ def reproduce(preset: Preset, out: Path, jobs: int = 2, device: str = "cpu", con
     console = console or Console()
     started = time.perf_counter()
     text = preset_to_json(preset)
+    resumed = any(out.glob("*/*/step-*"))
     world_tokenizer(cache_folder())  # once, before the workers would all make it
     if not is_compiled():
         os.environ["MINILLAVA_REFERENCE"] = "1"  # this process has said so; its workers need not
@@ -76,6 +77,7 @@ def reproduce(preset: Preset, out: Path, jobs: int = 2, device: str = "cpu", con
         "rates": rates,
         "runs": runs,
         "seconds": time.perf_counter() - started,
+        "resumed": resumed,
         "peak_memory_gb": peak_memory(runs, jobs),
     }
     out.mkdir(parents=True, exist_ok=True)
