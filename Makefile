@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint setup build checkpoint clean
+.PHONY: demo test lint setup tutorials docs build checkpoint clean
 
 setup: $(VENV)/.installed
 
@@ -22,6 +22,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Run every tutorial and write its notebook.
+tutorials: setup
+	$(BIN)/python tutorials/build.py
+
+# The site, as static pages in docs/site/build.
+docs: setup
+	$(BIN)/pip install -q -e '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -q docs/site docs/site/build
 
 # Compile the LayerNorm kernels against the torch that is installed: CUDA where there is a toolkit, else C++.
 build: setup

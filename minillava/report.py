@@ -134,7 +134,7 @@ def opening(report: Report, results: dict) -> None:
         f"{len(results['runs'])} runs of {len(preset['variants'])} variants with {len(preset['seeds'])} seed(s), "
         f"{results['seconds'] / 60:.1f} minutes on {where['name']} ({where['cores']} cores, {where['jobs']} job(s), "
         f"device {where['device']}), at most {results['peak_memory_gb']:.1f} GiB. Kinds of question asked: {kinds}.",
-        *(["The run was resumed: what earlier calls had finished is not in its minutes."] if results["resumed"] else []),
+        *["The run was resumed: its minutes are not all."] * results["resumed"],
     )
 
 
