@@ -45,7 +45,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
     os.environ["MINILLAVA_REFERENCE"] = "1"  # the kernel process inherits it: no warning about uncompiled kernels
-    client = NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False)
+    seconds = {"timeout": CELL_SECONDS, "startup_timeout": CELL_SECONDS}
+    client = NotebookClient(notebook, kernel_name="python3", record_timing=False, **seconds)
     client.execute(cwd=str(HERE))
     notebook.metadata.language_info = nbformat.from_dict({"name": "python"})
     notebook.metadata.minillava = nbformat.from_dict({"source": source.name, "sha256": source_hash(source)})

@@ -1,6 +1,7 @@
 """The site: `sphinx-build -W docs/site docs/site/build`; `pages.py` writes what is made from the code first.
 
-Nothing is fetched while it is built or read: formulas become MathML here, and the theme brings its own fonts and scripts.
+Nothing is fetched while it is built or read: formulas become MathML here, and the theme brings its own fonts and
+scripts.
 """
 
 import os
@@ -23,7 +24,7 @@ pages.write(HERE / "generated")
 project = "minillava"
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 root_doc = "index"
-exclude_patterns = ["build"]
+exclude_patterns = ["build", "jupyter_execute"]  # the second one is where myst-nb keeps pictures
 html_theme = "furo"
 html_title = "minillava"
 html_static_path = ["static"]

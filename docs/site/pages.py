@@ -70,7 +70,7 @@ def ledger() -> str:
         "proofs on this page were checked, step by step, while the page was made. `python -m theory verify` runs all "
         "the other evidence too: certificates, properties, simulations, counterexamples.",
         "## The paper's claims",
-        *(f"**{p.letter}.** {p.says}: *{p.verdict}*. {p.because}." for p in PAPER),
+        *(f"**{p.letter}.** {escape(p.says)}. *{p.verdict.capitalize()}*: {escape(p.because)}." for p in PAPER),
         *(section(claim) for claim in LEDGER.values()),
     ]
     return "\n\n".join(parts) + "\n"

@@ -12,10 +12,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from exercises import geometry
+from exercises import bugs, geometry, kernels
 from exercises.judging import Exercise
 
-EXERCISES: dict[str, Exercise] = {**geometry.EXERCISES}
+EXERCISES: dict[str, Exercise] = {**geometry.EXERCISES, **kernels.EXERCISES, **bugs.EXERCISES}
 
 
 def find(name: str) -> Exercise:
