@@ -34,17 +34,35 @@ class CheckpointError(Exception):
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Fill a new folder and move it into place: a kill leaves the old one or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    settle(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    fill(partial)
+    try:
+        fill(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for file in partial.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # a name must not reach the disk before what it names
     if path.exists():
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
-        path.rename(old)
-        partial.rename(path)
+        path.rename(_aside(path))
+    partial.rename(path)
+    settle(path)
+
+
+def settle(path: Path) -> None:
+    """Finish what a kill cut short between the two renames of `write_folder`: the old folder takes its place again."""
+    old = _aside(path)
+    if old.is_dir() and not path.exists():
+        old.rename(path)
+    elif old.is_dir():
         shutil.rmtree(old)
-    else:
-        partial.rename(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
 
 
 def save_model(
@@ -69,6 +87,8 @@ def load_model(path: Path, device: str = "cpu") -> tuple[MiniLLaVA, Tokenizer, d
 
     Raises CheckpointError when a file is missing, of another format, or does not fit the config tensor for tensor.
     """
+    if not path.exists():
+        settle(path)
     config = _read_json(path / "config.json")
     if config.get("format") != FORMAT:
         raise CheckpointError(f"{path / 'config.json'}: format {config.get('format')}, this version reads {FORMAT}")
@@ -79,12 +99,14 @@ def load_model(path: Path, device: str = "cpu") -> tuple[MiniLLaVA, Tokenizer, d
         if model.config.lm.tie_embeddings:
             weights["lm.lm_head.weight"] = weights.get("lm.embed_tokens.weight", torch.empty(0))
         model.load_state_dict({k: w.float() for k, w in weights.items()}, strict=True)
-    except (OSError, safetensors.SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: cannot load this model folder: {reason[:300]}") from error
+    except Exception as error:  # whatever a damaged file makes of the libraries that read it
+        raise CheckpointError(f"{path}: cannot load this model folder: {_reason(error)}") from error
     if len(tokenizer) != model.config.lm.vocab_size or model.config.image_token_id != IMAGE:
-        raise CheckpointError(f"{path}: tokenizer has {len(tokenizer)} pieces, model {model.config.lm.vocab_size}")
-    return model.to(device).eval(), tokenizer, config["notes"]
+        raise CheckpointError(
+            f"{path}: tokenizer has {len(tokenizer)} pieces and image token {IMAGE}, "
+            f"model {model.config.lm.vocab_size} and {model.config.image_token_id}"
+        )
+    return model.to(device).eval(), tokenizer, config.get("notes", {})
 
 
 def save_state(run: Path, step: int, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -96,8 +118,13 @@ def save_state(run: Path, step: int, config: dict, model: nn.Module, optimizer: 
         (folder / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, "config": config}))
 
     write_folder(run / f"step-{step:06d}", fill)
-    for older in sorted(run.glob("step-*"))[:-1]:
+    for older in _saved(run)[:-1]:
         shutil.rmtree(older)
+
+
+def _saved(run: Path) -> list[Path]:
+    """The states of a run, oldest first."""
+    return sorted((p for p in run.glob("step-*") if p.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
 
 
 def load_state(run: Path, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -105,28 +132,39 @@ def load_state(run: Path, config: dict, model: nn.Module, optimizer: torch.optim
 
     Raises CheckpointError when the state was made with another config: resuming would silently be another experiment.
     """
-    newest = max(run.glob("step-*"), default=None)
-    if newest is None:
+    saved = _saved(run)
+    if not saved:
         return 0
+    newest = saved[-1]
     state = _read_json(newest / "state.json")
-    changed = [k for k in config | state["config"] if config.get(k) != state["config"].get(k)]
+    if state.get("format") != FORMAT or not isinstance(state.get("config"), dict):
+        raise CheckpointError(f"{newest / 'state.json'}: format {state.get('format')}, this version reads {FORMAT}")
+    was_config: dict = state["config"]
+    changed = [k for k in config | was_config if config.get(k) != was_config.get(k)]
     if changed:
-        was = ", ".join(f"{k}={state['config'].get(k)!r} (now {config.get(k)!r})" for k in changed)
+        was = ", ".join(f"{k}={was_config.get(k)!r} (now {config.get(k)!r})" for k in changed)
         raise CheckpointError(f"{newest}: was trained with {was}; use the same settings, or another output folder")
     try:
         safetensors.torch.load_model(model, str(newest / "model.safetensors"), strict=True)
-        saved = torch.load(newest / "optimizer.pt", weights_only=True)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{newest}: cannot resume from it: {' '.join(str(error).split())[:300]}") from error
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])
-    return state["step"]
+        rest = torch.load(newest / "optimizer.pt", weights_only=True)
+        optimizer.load_state_dict(rest["optimizer"])
+        torch.set_rng_state(rest["rng"])
+        return int(state["step"])
+    except Exception as error:  # whatever a damaged file makes of the libraries that read it
+        raise CheckpointError(f"{newest}: cannot resume from it: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path}: not found; is {path.parent} a model or run folder of minillava?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value

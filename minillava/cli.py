@@ -57,11 +57,13 @@ def reproduce(
         unknown = [name for name in arms if name not in VARIANTS]
         if unknown:
             raise ValueError(f"--arms {unknown[0]}: unknown; choose from {', '.join(VARIANTS)}")
-        chosen = replace(chosen, variants=arms)
+        chosen = replace(chosen, variants=tuple(dict.fromkeys(arms)))
     device = device or default_device()
     out = out or Path("runs") / preset
+    if jobs is None:
+        jobs = 1 if device.startswith("cuda") else 2
     console = Console()
-    results = run(chosen, out, jobs or (1 if device.startswith("cuda") else 2), device, console)
+    results = run(chosen, out, jobs, device, console)
     report = write_report(results, out)
     console.print(summary_table(results))
     console.print(f"{results['seconds'] / 60:.1f} minutes, report: {report}")

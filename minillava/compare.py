@@ -75,7 +75,7 @@ def summary(results: dict) -> str:
     sentences = []
     if seeds < 3:
         number = {1: "One seed supports", 2: "Two seeds support"}[seeds]
-        sentences.append(f"**{number} no conclusion about which arm is better**; these are the numbers of one try.")
+        sentences.append(f"**{number} no conclusion about which arm is better**; these are the numbers of a try.")
     if "base" in arms:
         sentences += disparity(runs)
     if {"base", "post-norm"} <= arms:
@@ -83,6 +83,8 @@ def summary(results: dict) -> str:
     pairs = [(arm, "base") for arm in ("aligned", "gwc", "default", "scale") if {arm, "base"} <= arms]
     pairs += [("gwc", "aligned")] if {"gwc", "aligned"} <= arms else []
     found = [row for key in ("visual_accuracy", "stage1_caption_loss") for row in comparisons(runs, pairs, key)]
+    if not found:
+        return " ".join(sentences)
     if seeds < 3:
         sentences.append("Differences: " + "; ".join(f"{words} {d}" for words, d, _ in found) + ".")
         return " ".join(sentences)

@@ -46,12 +46,13 @@ def accuracy(
     """Share of exact answers by kind, and over `all`, each {accuracy, low, high, asked}.
 
     `image` is "true", "blank" (`blank` in place of every image: the pixels or features of an empty scene) or "wrong"
-    (each conversation gets the next one's picture): a model that looks falls to chance on the last two.
+    (each conversation gets the picture of the one before it): a model that looks falls to chance on the last two.
     """
+    if not len(pool):
+        raise ValueError("no questions to answer: the pool is empty")
     device = next(model.parameters()).device
     right: dict[str, list[bool]] = defaultdict(list)
-    for start in range(0, len(pool), batch_size):
-        rows = range(start, min(start + batch_size, len(pool)))
+    for rows in np.array_split(np.arange(len(pool)), -(-len(pool) // batch_size)):  # no row is left alone at the end
         batch = swap_images(pool.take(rows).to(device), image, blank)
         for i, answers in zip(rows, exact_answers(logits_of(model, batch), batch), strict=True):
             for kind, correct in zip(pool.samples[i].kinds, answers, strict=True):
@@ -65,7 +66,7 @@ def accuracy(
 
 
 def swap_images(batch: Batch, image: str, blank: Tensor | None) -> Batch:
-    """The batch with its images as they are ("true"), all `blank`, or each handed to the next row ("wrong")."""
+    """The batch with its images as they are ("true"), all `blank`, or each handed to the next image's row ("wrong")."""
     if image == "true":
         return batch
     images = batch.pixels if batch.features is None else batch.features  # (I, ...)
@@ -81,6 +82,8 @@ def swap_images(batch: Batch, image: str, blank: Tensor | None) -> Batch:
 @torch.no_grad()
 def mean_loss(model: nn.Module, pool: Pool, batch_size: int = 200) -> float:
     """Cross entropy per supervised token, in nats."""
+    if not len(pool):
+        raise ValueError("no samples to measure a loss on: the pool is empty")
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
     for start in range(0, len(pool), batch_size):

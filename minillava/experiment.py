@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillava import lm, objectives, probe, scenes, tokenizer, train, vit, world
+from minillava import data as batches
+from minillava import layer_norm, llava, lm, norm_align, objectives, probe, scenes, tokenizer, train, vit, world
 from minillava.checkpoint import save_model
 from minillava.data import Batch, Pool, normalize
 from minillava.evaluate import accuracy, cell_accuracy, mean_loss
@@ -28,11 +31,6 @@ from minillava.tokenizer import END, IMAGE, Tokenizer, render, world_tokenizer
 from minillava.train import TrainConfig, fit, gain_of
 from minillava.vit import ViT
 
-# Read when imported: what is hashed is what runs, even if a file is edited while it does.
-CODE = b"".join(
-    Path(str(module.__file__)).read_bytes() for module in (vit, lm, scenes, world, tokenizer, objectives, train)
-)
-
 
 def cache_folder() -> Path:
     """Where towers and the tokenizer are kept between runs: $MINILLAVA_CACHE, else the user's cache folder."""
@@ -40,10 +38,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MINILLAVA_CACHE") or Path(home) / "minillava")
 
 
+def _code(*modules) -> str:
+    return hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
+
+
+# Read when imported: what is hashed is what runs, even if a file is edited while it does.
+TOWER_CODE = _code(vit, lm, scenes, world, tokenizer, batches, objectives, train)
+STAGE_CODE = _code(llava, norm_align, layer_norm)
+
+
 def content_key(*parts: object) -> str:
     """A hash of settings and of the code that they configure: change either and nothing stale is reused."""
-    settings = json.dumps([torch.__version__, *parts], sort_keys=True)
-    return hashlib.sha256(CODE + settings.encode()).hexdigest()[:16]
+    settings = json.dumps([torch.__version__, TOWER_CODE, *parts], sort_keys=True)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -70,6 +77,16 @@ class World:
         """Features (1, N, Dv) of an empty scene."""
         empty = np.zeros((1, self.preset.world.grid**2), dtype=int)
         return encode(self.vision, scenes.draw(empty, self.preset.world.image_size, np.random.default_rng(self.seed)))
+
+    @functools.cached_property
+    def languages(self) -> dict[bool, LM]:
+        return {}
+
+    def language(self, post_norm: bool) -> LM:
+        """A copy of the pretrained language model, free to be trained further."""
+        if post_norm not in self.languages:
+            self.languages[post_norm] = pretrain_language(self, post_norm, show=False)
+        return copy.deepcopy(self.languages[post_norm])
 
     def words(self, name: str) -> Pool:
         """Held-out questions about scenes told in words."""
@@ -167,6 +184,20 @@ class Run:
         self.variant: Variant = VARIANTS[self.name]
         self.data = load_world(preset_to_json(self.preset), tower_seed, self.device)
 
+    @functools.cached_property
+    def key(self) -> str:
+        """Stands for everything that a stage of this run depends on beside its TrainConfig."""
+        preset = self.preset
+        parts = asdict(preset.world), asdict(preset.vision), asdict(preset.lm), preset.language_samples
+        towers = asdict(preset.vision_training), asdict(preset.language_training), self.data.seed, self.device
+        return content_key(STAGE_CODE, parts, towers, asdict(self.variant))
+
+    @functools.cached_property
+    def training_pools(self) -> dict[int, Pool]:
+        """What each stage trains on; rendered once, for all learning rates."""
+        questions = world.instruction_samples(self.preset.world, self.data.splits["train"], self.seed)
+        return {1: self.captions("train"), 2: self.pool("train", questions)}
+
     def pool(self, split: str, samples: list) -> Pool:
         return Pool(samples, self.data.tokenizer, self.preset.vision.num_patches, features=self.data.features[split])
 
@@ -181,7 +212,7 @@ class Run:
 
     def build(self) -> MiniLLaVA:
         """A model that stands before stage 1. Its projector depends on the seed alone: arms start from the same one."""
-        language = pretrain_language(self.data, self.variant.post_norm, show=False)
+        language = self.data.language(self.variant.post_norm)
         torch.manual_seed(1000 + self.seed)
         config = LLaVAConfig(self.preset.vision, language.config, self.variant.arm, IMAGE)
         model = MiniLLaVA(config, self.data.vision, language).to(self.device)
@@ -201,13 +232,9 @@ class Run:
         template = self.preset.stage1 if stage == 1 else self.preset.stage2
         config = replace(template, lr=lr, seed=self.seed, gain_lr=self.variant.gain_lr)
         model.set_trainable(stage, train_gain=self.variant.train_gain)
-        split = self.data.splits["train"]
-        if stage == 1:
-            pool = self.captions("train")
-        else:
-            pool = self.pool("train", world.instruction_samples(self.preset.world, split, self.seed))
-        label = f"{self.name} stage {stage}"
-        return fit(model, next_token_loss, pool, config, self.folder / name, evaluate, label, self.show)
+        label, about = f"{self.name} stage {stage}", {"experiment": self.key, "stage": stage}
+        pool = self.training_pools[stage]
+        return fit(model, next_token_loss, pool, config, self.folder / name, evaluate, label, self.show, about)
 
     def stage1(self, lr: float) -> tuple[MiniLLaVA, dict]:
         """Projector and arm on captions. Returns the model and what was measured of it."""
@@ -326,7 +353,12 @@ def run_variant(
         }
         save_model(run.folder / f"model-{lr:g}", model, run.data.tokenizer, notes)
         results.append(result | {"rates_chosen": rates is not None})
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for result in results:
-        result |= {"seconds": time.perf_counter() - started, "worker_memory_gb": memory}
+        result |= {"seconds": time.perf_counter() - started, "worker_memory_gb": memory_gb()}
     return results
+
+
+def memory_gb() -> float:
+    """GiB that this process held at its peak."""
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,16 @@ from minillava.tokenizer import Tokenizer
 from minillava.train import TrainConfig, fit
 
 
-def folder_pool(path: Path, model: MiniLLaVA, tokenizer: Tokenizer, frozen: bool) -> Pool:
-    """A folder's conversations. A frozen vision tower looks at each picture once, here; otherwise pixels are kept."""
+def folder_pool(path: Path, model: MiniLLaVA, tokenizer: Tokenizer, frozen: bool, text: bool = True) -> Pool:
+    """A folder's conversations. A frozen vision tower looks at each picture once, here; otherwise pixels are kept.
+
+    Without `text`, conversations without a picture are left out: nothing that stage 1 trains would have a gradient.
+    """
     samples, pictures = read_folder(path)
+    if not text:
+        samples = [sample for sample in samples if sample.images]
+        if not samples:
+            raise ValueError(f"{path}: no sample has a picture, and stage 1 trains on pictures only")
     vision = model.config.vision
     pixels = load_pixels(pictures, vision.image_size)  # (M, 3, S, S) uint8
     if not frozen:
@@ -48,6 +56,8 @@ def finetune(
     Stage 1 starts a fresh projector and arm between the two towers of `init`; stage 2 goes on from `init` as it is.
     Returns the first and last losses, with validation losses if a validation folder was given.
     """
+    if train_vision and stage == 1:
+        raise ValueError("stage 1 trains projector and arm only; the vision tower can be trained in stage 2")
     model, tokenizer, _ = load_model(init, device)
     if stage == 1:
         torch.manual_seed(config.seed)
@@ -56,12 +66,14 @@ def finetune(
     elif arm not in (None, model.config.arm):
         raise ValueError(f"{init} has the arm '{model.config.arm}', not '{arm}'; the arm is chosen in stage 1")
     print(model.set_trainable(stage, train_vision))
-    pool = folder_pool(data, model, tokenizer, frozen=not train_vision)
+    pool = folder_pool(data, model, tokenizer, frozen=not train_vision, text=stage == 2)
     if stage == 1 and model.config.arm in ("scale", "discrete"):
         assert pool.features is not None
         model.calibrate(pool.features[:256].to(device))
     watched = folder_pool(validation, model, tokenizer, frozen=not train_vision) if validation else None
     before = mean_loss(model, watched) if watched else None
+    about = {"stage": stage, "arm": model.config.arm, "train_vision": train_vision}
+    about |= {"data": fingerprint(pool.input_ids, pool.labels), "init": fingerprint(*model.state_dict().values())}
 
     rows = fit(
         model,
@@ -72,6 +84,7 @@ def finetune(
         evaluate=(lambda: {"validation_loss": mean_loss(model, watched)}) if watched else None,
         label=f"stage {stage}",
         show=show,
+        about=about,
     )
     notes = {"stage": stage, "data": data.name, "steps": config.steps, "lr": config.lr, "seed": config.seed}
     save_model(out / "model", model, tokenizer, notes)
@@ -79,3 +92,11 @@ def finetune(
     if watched:
         result |= {"validation_before": before, "validation_after": mean_loss(model, watched)}
     return result
+
+
+def fingerprint(*tensors: torch.Tensor) -> str:
+    """A short hash of the bits of tensors: what a resumed run compares."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]

@@ -32,9 +32,11 @@ def answer(
         raise ValueError(
             f"the prompt has {prompt.count(IMAGE_MARK)} {IMAGE_MARK} marks, but an answer sees one picture"
         )
-    for path in images:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such picture")
+    missing = [path for path in images if not path.is_file()]
+    if missing:
+        raise ValueError(f"{missing[0]}: no such image")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     device = next(model.parameters()).device
     ids, _ = render(tokenizer, [(prompt, None)], model.config.vision.num_patches)
     input_ids = torch.tensor([ids] * max(1, len(images)), device=device)

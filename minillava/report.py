@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from minillava import curves, figures, style
@@ -84,7 +83,7 @@ class Report:
 
 
 def number(value: object) -> str:
-    if value is None:
+    if value is None or value != value:  # a NaN is the only value that differs from itself
         return "–"
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
@@ -436,8 +435,8 @@ def summary_table(results: dict) -> Table:
         title=f"preset {results['preset']['name']}",
         caption="norm: visual / text at the LM's input; cos: first layer, visual and text; caption: stage 1;\n"
         "visual, blank: questions with and without the picture; text: tested text-only; 95 %: steps to get there",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        box=None,  # lines between columns would not leave 80 columns for eleven of them
+        padding=(0, 2, 0, 0),
     )
     columns: dict[str, Callable[[dict], object]] = {
         "arm": lambda run: run["arm"],

@@ -8,10 +8,9 @@ come from the cache, and each stage resumes from its last saved state.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from minillava.experiment import (
     Run,
     cache_folder,
     load_world,
+    memory_gb,
     preset_from_json,
     preset_to_json,
     pretrain_language,
@@ -37,12 +37,18 @@ from minillava.experiment import (
 from minillava.layer_norm import is_compiled
 from minillava.presets import VARIANTS, Preset
 from minillava.tokenizer import world_tokenizer
+from minillava.train import TrainingError
 
 WIDENINGS = 3  # how often a grid may grow when its best value lies at an edge
 
 
 def reproduce(preset: Preset, out: Path, jobs: int = 2, device: str = "cpu", console: Console | None = None) -> dict:
-    """Run a preset and write `out/results.json`; returns what is in it (documented in docs/results.md)."""
+    """Run a preset and write `out/results.json`; returns what is in it (documented in docs/results.md).
+
+    Raises ValueError for less than one job, CheckpointError if `out` holds stages of another experiment.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
     console = console or Console()
     started = time.perf_counter()
     text = preset_to_json(preset)
@@ -132,9 +138,12 @@ def select_rates(preset_json: str, name: str, out: str, device: str) -> dict:
     run = Run(preset, name, preset.seeds[0], Path(out) / f"{name}-selection", device)
 
     def loss(stage1_lr: float, stage2_lr: float) -> float:
-        model, _ = run.stage1(stage1_lr)
-        run.stage2(model, stage2_lr, f"stage2-{stage1_lr:g}-{stage2_lr:g}")
-        return mean_loss(model, run.questions("selection"))
+        try:
+            model, _ = run.stage1(stage1_lr)
+            run.stage2(model, stage2_lr, f"stage2-{stage1_lr:g}-{stage2_lr:g}")
+            return mean_loss(model, run.questions("selection"))
+        except TrainingError:  # a rate at which training diverges is a bad rate, not the end of the experiment
+            return math.inf
 
     middle = sorted(preset.stage2_lrs)[len(preset.stage2_lrs) // 2]
     first = search(preset.stage1_lrs, lambda lr: loss(lr, middle))
@@ -143,21 +152,30 @@ def select_rates(preset_json: str, name: str, out: str, device: str) -> dict:
 
 
 def search(grid: Iterable[float], loss: Callable[[float], float]) -> dict:
-    """The value of lowest loss; the grid grows by a factor of about 3 beyond an edge that holds the best.
+    """The value of lowest loss (of equals the smallest); the grid grows by a factor of about 3 beyond an edge that
+    holds the best.
 
-    Returns `best`, all `losses` by value, and `interior`: whether the best ended inside the grid.
+    Returns `best`, all `losses` by value (None where it was not finite), and `interior`: whether the best ended inside
+    the grid.
     """
-    losses = {value: loss(value) for value in grid}
+
+    def finite(value: float) -> float:
+        return value if math.isfinite(value) else math.inf
+
+    def lowest() -> float:
+        return min(losses, key=lambda value: (losses[value], value))
+
+    losses = {value: finite(loss(value)) for value in grid}
     for _ in range(WIDENINGS):
-        best = min(losses, key=lambda value: losses[value])
+        best = lowest()
         if min(losses) < best < max(losses):
             break
-        value = float(f"{best * (3.2 if best == max(losses) else 1 / 3.2):.1g}")
-        losses[value] = loss(value)
-    best = min(losses, key=lambda value: losses[value])
+        value = float(f"{best * (1 / 3.2 if best == min(losses) else 3.2):.1g}")
+        losses[value] = finite(loss(value))
+    best = lowest()
     return {
         "best": best,
-        "losses": {f"{value:g}": losses[value] for value in sorted(losses)},
+        "losses": {f"{v:g}": losses[v] if losses[v] < math.inf else None for v in sorted(losses)},
         "interior": min(losses) < best < max(losses),
     }
 
@@ -169,9 +187,7 @@ def mean(values: Iterable[float]) -> float:
 
 def peak_memory(runs: list[dict], jobs: int) -> float:
     """GiB: this process at its peak, plus the largest workers as if all had peaked at once (an upper bound)."""
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes there, in KiB elsewhere
-    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    return here + sum(sorted((run["worker_memory_gb"] for run in runs), reverse=True)[:jobs])
+    return memory_gb() + sum(sorted((run["worker_memory_gb"] for run in runs), reverse=True)[:jobs])
 
 
 def machine(device: str, jobs: int) -> dict:

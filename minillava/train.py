@@ -61,6 +61,15 @@ class TrainConfig:
     eval_every: int = 0
     save_every: int = 100
 
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be a positive number, got {self.lr}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, got '{self.precision}'")
+
 
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Linear warm-up to `lr`, then a cosine down to a tenth of it."""
@@ -130,18 +139,21 @@ def fit(
     evaluate: Callable[[], dict] | None = None,
     label: str = "training",
     show: bool = True,
+    about: dict | None = None,
 ) -> list[dict]:
     """Train what requires gradients in `model`, in place; returns the logged rows.
 
     `loss(model, batch)` is the *sum* over the batch's supervised predictions; accumulation divides by their number over
     all micro-batches, so it changes nothing but memory. With `run`, rows go to `run/metrics.jsonl` and states beside
-    it, and a stopped run resumes. `evaluate()` adds its measures every `eval_every` steps.
+    it, and a stopped run resumes, if `config` and `about` (whatever else makes this run what it is) are still the same.
+    `evaluate()` adds its measures every `eval_every` steps.
 
-    Raises TrainingError at the first loss that is not finite, KeyboardInterrupt after saving when interrupted.
+    Raises TrainingError at the first loss or gradient that is not finite, before it can reach the weights;
+    KeyboardInterrupt after saving when interrupted.
     """
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95))
-    settings = asdict(config)
+    settings = asdict(config) | (about or {})
     start = load_state(run, settings, model, optimizer) if run else 0
     log = MetricsLog(run, start)
     forward: Any = torch.compile(model) if config.compile else model
@@ -160,9 +172,9 @@ def fit(
                     part = loss(forward, batch) / supervised
                 part.backward()
                 total += part.item()
-            if not math.isfinite(total):
-                raise TrainingError(f"{label}, step {step + 1}: the loss is {total}; {first_non_finite(model)}")
             norms = clip_gradients(model, config.clip)
+            if not math.isfinite(total) or not math.isfinite(norms["grad_norm"]):
+                raise TrainingError(f"{label}, step {step + 1}: the loss is {total}; {first_non_finite(model)}")
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, config) * group["rate"]
             optimizer.step()
@@ -181,7 +193,7 @@ def fit(
             if run and (done % config.save_every == 0 or last or interrupted):
                 save_state(run, done, settings, model, optimizer)
             advance(total, clock.read()["tokens_per_second"])
-            if interrupted and not last:
+            if interrupted:
                 raise KeyboardInterrupt(f"{label} stopped after step {done}")
     model.eval()
     return log.rows
@@ -208,7 +220,8 @@ class MetricsLog:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if start and self.path.is_file():
-            rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
+            lines = self.path.read_text().splitlines(keepends=True)
+            rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have torn the last one
             self.rows = [row for row in rows if row["step"] <= start]
         partial = self.path.with_suffix(f".{os.getpid()}")
         partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))

@@ -8,9 +8,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile(
-    "nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck)
-)
+settings.register_profile("nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
