@@ -204,12 +204,12 @@ for which in (1, 2, 3, 4):
 # compares with a reference in double precision and a stated tolerance, and why the kernels fix their order, so that at
 # least they agree with *themselves* on every run.
 #
-# ## A race that gives the right answer
+# ## A missing barrier
 #
 # Rung 2 adds up 32 partial sums in shared memory, halving their number five times. Between the halvings there is a
 # `__syncwarp()`, which says: no thread goes on before all have come this far. Let us remove the one inside the loop.
 #
-# **Predict.** Will the result be wrong, on our CPU?
+# **Predict.** Will the result be wrong, on our CPU? Would it be wrong on a GPU?
 
 # %%
 text = cuh.read_text()
@@ -230,11 +230,13 @@ good, bad = run(compile_driver("good")), run(compile_driver("bad", source=broken
 print("with the barrier:   ", good[1])
 print("without the barrier:", bad[1])
 assert good[0] == bad[0] == 0
+assert good[1] != bad[1]
 
 # %% [markdown]
-# Look closely before you conclude anything. Here the threads run one after another, in an order that this machine
-# happens to choose. Whether the answer is right or wrong today says nothing about a GPU, where the order changes from
-# run to run.
+# Wrong, and that was luck. Our stand-in runs one thread as far as it can before it turns to the next, and in this order
+# the fault shows. On a GPU the threads of a warp often run in step, barrier or not. Then the sum is right, on this GPU,
+# with this compiler, until one of them changes. A result says little about a race: wrong proves that there is one,
+# right proves nothing.
 #
 # ThreadSanitizer asks a better question: is there anything in the program that *forces* one access to come before the
 # other? It is told that a barrier orders the threads of a warp, and that nothing else does.
@@ -254,8 +256,9 @@ assert raced[0] != 0 and "data race" in raced[2]
 assert "slots" in broken.read_text().splitlines()[named - 1]
 
 # %% [markdown]
-# A data race, and the very line. The test suite plants such faults in copies of the source, one of each kind, and
-# demands that each is caught (`tests/kernel/test_cuda_source.py`). A test that has never failed has not been tested.
+# A data race, with a line of the very function that lost its barrier. The test suite plants such faults in copies of
+# the source, one of each kind, and demands that each is caught (`tests/kernel/test_cuda_source.py`). A test that has
+# never failed has not been tested.
 #
 # What this can *not* tell: bank conflicts, occupancy, time. For those there is no substitute for the device.
 #
