@@ -201,7 +201,7 @@ def _is_ours(path: Path) -> bool:
     return path.exists() or len(path.parts) != 2  # "owner/name" is a model on the hub
 
 
-def check_data(data: Path, quick: bool = False, model: Path = SHIPPED) -> int:
+def check_data(data: tyro.conf.Positional[Path], quick: bool = False, model: Path = SHIPPED) -> int:
     """Read a data folder once and name every sample that training would stumble over.
 
     Args:

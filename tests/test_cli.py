@@ -120,7 +120,7 @@ WRONG = {
     "init missing": (("train", "--data", "data", "--out", "run", "--init", "nowhere"), "nowhere.*not found"),
     "arm of stage 2": ((*TRAIN, "--stage", "2", "--arm", "base"), "has the arm 'gwc', not 'base'"),
     "tower of stage 1": ((*TRAIN, "--train-vision"), "stage 1 trains projector and arm only"),
-    "check without model": (("check-data", "--data", "data", "--model", "nowhere"), "nowhere.*not found"),
+    "check without model": (("check-data", "data", "--model", "nowhere"), "nowhere.*not found"),
     "no scene to probe": (("probe", "--model", "model", "--images", "0"), "--images 0: at least 1"),
 }
 
@@ -195,11 +195,11 @@ def test_sampling_has_a_seed(command):
 
 
 def test_check_data_says_by_its_exit_code(command):
-    code, out, _ = command("check-data", "--data", "data", "--model", "model")
+    code, out, _ = command("check-data", "data", "--model", "model")
     assert code == 0 and out.splitlines()[-1].endswith("0 problem(s)")
-    code, out, _ = command("check-data", "--data", "bad", "--model", "model")
+    code, out, _ = command("check-data", "bad", "--model", "model")
     assert code == 1 and "gone.png" in out and "2 problem(s)" in out and len(out.splitlines()) == 3
-    code, out, _ = command("check-data", "--data", "nowhere", "--model", "model", "--quick")
+    code, out, _ = command("check-data", "nowhere", "--model", "model", "--quick")
     assert code == 1 and "nowhere" in out
 
 
