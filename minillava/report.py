@@ -436,7 +436,7 @@ def summary_table(results: dict) -> Table:
         caption="norm: visual / text at the LM's input; cos: first layer, visual and text; caption: stage 1;\n"
         "visual, blank: questions with and without the picture; text: tested text-only; 95 %: steps to get there",
         box=None,  # lines between columns would not leave 80 columns for eleven of them
-        padding=(0, 2, 0, 0),
+        padding=(0, 1, 0, 0),
     )
     columns: dict[str, Callable[[dict], object]] = {
         "arm": lambda run: run["arm"],
