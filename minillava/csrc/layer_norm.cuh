@@ -70,16 +70,17 @@ struct alignas(16) Pack {
 
 // Columns col .. col + kPack of a row, zero past D. The slow path, for rows that are not 16-byte aligned, gives each
 // thread the same columns, so that both paths add the same numbers in the same order: alignment never changes a bit.
-template <bool kAligned, typename T>
-__device__ inline Pack<T> load(const T* row, int64_t col, int64_t D) {
+// Where a row fits in registers, I is int: 64-bit columns would take registers that the row needs.
+template <bool kAligned, typename T, typename I>
+__device__ inline Pack<T> load(const T* row, I col, I D) {
   Pack<T> p;
   if (kAligned && col < D) return *reinterpret_cast<const Pack<T>*>(row + col);
   for (int k = 0; k < kPack; ++k) p.v[k] = !kAligned && col + k < D ? row[col + k] : static_cast<T>(0.0f);
   return p;
 }
 
-template <bool kAligned, typename T>
-__device__ inline void store(const Pack<T>& p, T* row, int64_t col, int64_t D) {
+template <bool kAligned, typename T, typename I>
+__device__ inline void store(const Pack<T>& p, T* row, I col, I D) {
   if (kAligned) {
     if (col < D) *reinterpret_cast<Pack<T>*>(row + col) = p;
   } else {
@@ -123,15 +124,17 @@ __device__ inline void row_sum(A (&v)[N], A* slots) {
 }
 
 // What the two sums of the second pass say: δ is the mean of d = x − mean, which rounding keeps from being zero.
+// `share` is 1/D here and below: a division is a subroutine with a dozen registers, and a mean that is off by one more
+// rounding is what δ corrects.
 template <typename A>
 struct Statistics {
   A mean, delta, rstd;
 };
 
 template <typename A>
-__device__ inline Statistics<A> statistics(A mean, A sum_d, A sum_d2, int64_t D, A eps) {
-  const A delta = sum_d / D;
-  A var = sum_d2 / D - delta * delta;
+__device__ inline Statistics<A> statistics(A mean, A sum_d, A sum_d2, A share, A eps) {
+  const A delta = sum_d * share;
+  A var = sum_d2 * share - delta * delta;
   if (var < 0) var = 0;  // by rounding, in a constant row; written so that NaN stays NaN
   return {mean, delta, inverse_sqrt(var + eps)};
 }
@@ -151,14 +154,15 @@ __global__ void forward_1(const T* x, const P* g, const P* b, A eps, T* y, A* me
   const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= M) return;
   x += row * D, y += row * D;
+  const A share = A(1) / D;
   A sum = 0, sum_d = 0, sum_d2 = 0;
   for (int64_t i = 0; i < D; ++i) sum += widen(x[i]);
-  const A center = sum / D;
+  const A center = sum * share;
   for (int64_t i = 0; i < D; ++i) {
     const A d = widen(x[i]) - center;
     sum_d += d, sum_d2 += d * d;
   }
-  const Statistics<A> s = statistics(center, sum_d, sum_d2, D, eps);
+  const Statistics<A> s = statistics(center, sum_d, sum_d2, share, eps);
   for (int64_t i = 0; i < D; ++i)
     y[i] = static_cast<T>((widen(x[i]) - s.mean - s.delta) * s.rstd * A(g[i]) + A(b[i]));
   mean[row] = s.mean + s.delta, rstd[row] = s.rstd;
@@ -190,16 +194,17 @@ __global__ void forward_2(const T* x, const P* g, const P* b, A eps, T* y, A* me
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= M) return;  // a whole warp leaves: __syncwarp waits for this warp alone
   x += row * D, y += row * D;
+  const A share = A(1) / D;
   A sum = 0, sum_d = 0, sum_d2 = 0;
   for (int64_t i = threadIdx.x; i < D; i += kWarp) sum += widen(x[i]);
-  const A center = warp_sum_in_memory(sum, slots) / D;
+  const A center = warp_sum_in_memory(sum, slots) * share;
   for (int64_t i = threadIdx.x; i < D; i += kWarp) {
     const A d = widen(x[i]) - center;
     sum_d += d, sum_d2 += d * d;
   }
   sum_d = warp_sum_in_memory(sum_d, slots);
   sum_d2 = warp_sum_in_memory(sum_d2, slots);
-  const Statistics<A> s = statistics(center, sum_d, sum_d2, D, eps);
+  const Statistics<A> s = statistics(center, sum_d, sum_d2, share, eps);
   for (int64_t i = threadIdx.x; i < D; i += kWarp)
     y[i] = static_cast<T>((widen(x[i]) - s.mean - s.delta) * s.rstd * A(g[i]) + A(b[i]));
   if (threadIdx.x == 0) mean[row] = s.mean + s.delta, rstd[row] = s.rstd;
@@ -212,6 +217,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     forward_3(const T* x, const P* g, const P* b, A eps, T* y, A* mean, A* rstd, int64_t M, int64_t D) {
   SHARED_ARRAY(A, slots, 2 * kMaxWarps * 2);
   const int64_t start = int64_t(threadIdx.x) * kPack, step = int64_t(blockDim.x) * kPack;
+  const A share = A(1) / D;
   for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < M; first += int64_t(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y, width = row < M ? D : 0;  // no row left: stay for the barriers, do nothing
     const T* in = x + row * D;
@@ -221,7 +227,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       for (int k = 0; k < kPack; ++k) sum[0] += widen(p.v[k]);
     }
     row_sum(sum, slots);
-    const A center = sum[0] / D;
+    const A center = sum[0] * share;
     for (int64_t col = start; col < width; col += step) {
       const Pack<T> p = load<kAligned>(in, col, D);
       for (int k = 0; k < kPack; ++k) {
@@ -230,7 +236,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
     }
     row_sum(sums, slots + kMaxWarps * 2);
-    const Statistics<A> s = statistics(center, sums[0], sums[1], D, eps);
+    const Statistics<A> s = statistics(center, sums[0], sums[1], share, eps);
     for (int64_t col = start; col < width; col += step) {
       Pack<T> p = load<kAligned>(in, col, D);
       const Pack<P> gain = load<kAligned>(g, col, D), shift = load<kAligned>(b, col, D);
@@ -249,15 +255,17 @@ template <typename T, typename P, int kChunks, bool kAligned>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     forward_4(const T* x, const P* g, const P* b, float eps, T* y, float* mean, float* rstd, int64_t M, int64_t D) {
   SHARED_ARRAY(float, slots, 2 * kMaxWarps * 2);
-  const int start = threadIdx.x * kPack, step = blockDim.x * kPack;
+  const int start = threadIdx.x * kPack, step = blockDim.x * kPack, columns = D;
+  const float share = 1.0f / D;
   Pack<P> gain[kChunks], shift[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    gain[c] = load<kAligned>(g, start + c * step, D);
-    shift[c] = load<kAligned>(b, start + c * step, D);
+    gain[c] = load<kAligned>(g, start + c * step, columns);
+    shift[c] = load<kAligned>(b, start + c * step, columns);
   }
   for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < M; first += int64_t(gridDim.x) * blockDim.y) {
-    const int64_t row = first + threadIdx.y, width = row < M ? D : 0;
+    const int64_t row = first + threadIdx.y;
+    const int width = row < M ? columns : 0;
     Pack<T> p[kChunks];
     float sum[1] = {0}, sums[2] = {0, 0};
 #pragma unroll
@@ -266,15 +274,15 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     for (int c = 0; c < kChunks; ++c)
       for (int k = 0; k < kPack; ++k) sum[0] += widen(p[c].v[k]);
     row_sum(sum, slots);
-    const float center = sum[0] / D;
+    const float center = sum[0] * share;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c)
       for (int k = 0; k < kPack; ++k) {
-        const float d = start + c * step + k < D ? widen(p[c].v[k]) - center : 0.0f;
+        const float d = start + c * step + k < columns ? widen(p[c].v[k]) - center : 0.0f;
         sums[0] += d, sums[1] += d * d;
       }
     row_sum(sums, slots + kMaxWarps * 2);
-    const Statistics<float> s = statistics(center, sums[0], sums[1], D, eps);
+    const Statistics<float> s = statistics(center, sums[0], sums[1], share, eps);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       for (int k = 0; k < kPack; ++k) {
@@ -295,9 +303,9 @@ template <typename A>
 struct RowGradient {
   A mean, delta, rstd, mean_w, mean_wx, scale;
 
-  __device__ RowGradient(A mean, A rstd, A sum_d, A sum_w, A sum_wd, A scale, int64_t D)
-      : mean(mean), delta(sum_d / D), rstd(rstd), mean_w(sum_w / D), scale(rstd * scale) {
-    mean_wx = (sum_wd - delta * sum_w) * rstd / D;
+  __device__ RowGradient(A mean, A rstd, A sum_d, A sum_w, A sum_wd, A scale, A share)
+      : mean(mean), delta(sum_d * share), rstd(rstd), mean_w(sum_w * share), scale(rstd * scale) {
+    mean_wx = (sum_wd - delta * sum_w) * rstd * share;
   }
   __device__ A xhat(A x) const { return (x - mean - delta) * rstd; }
   __device__ A dx(A w, A xhat) const { return (w - mean_w - xhat * mean_wx) * scale; }
@@ -310,13 +318,14 @@ __global__ void backward_1_rows(const T* dy, const T* x, const A* mean, const A*
   const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= M) return;
   x += row * D, dy += row * D, dx += row * D;
+  const A share = A(1) / D;
   A sum_d = 0, sum_w = 0, sum_wd = 0, sum_abs = 0;
   for (int64_t i = 0; i < D; ++i) {
     const A d = widen(x[i]) - mean[row], w = widen(dy[i]) * A(g[i]);
     sum_d += d, sum_w += w, sum_wd += w * d, sum_abs += g[i] < P(0.0f) ? -A(g[i]) : A(g[i]);
   }
   const A scale = compensate ? gain_scale(sum_abs, D) : A(1);
-  const RowGradient<A> s(mean[row], rstd[row], sum_d, sum_w, sum_wd, scale, D);
+  const RowGradient<A> s(mean[row], rstd[row], sum_d, sum_w, sum_wd, scale, share);
   for (int64_t i = 0; i < D; ++i) dx[i] = static_cast<T>(s.dx(widen(dy[i]) * A(g[i]), s.xhat(widen(x[i]))));
 }
 
@@ -353,6 +362,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                int64_t M, int64_t D) {
   SHARED_ARRAY(A, slots, 2 * kMaxWarps * 3);
   const int64_t start = int64_t(threadIdx.x) * kPack, step = int64_t(blockDim.x) * kPack;
+  const A share = A(1) / D;
   A* dg = partial + blockIdx.x * D;
   A* db = partial + (int64_t(gridDim.x) + blockIdx.x) * D;
   const A scale = compensate ? row_gain_scale<kAligned>(g, D, slots + kMaxWarps * 3) : A(1);
@@ -369,7 +379,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
     }
     row_sum(sums, slots + turn * kMaxWarps * 3);
-    const RowGradient<A> s(mean[row], rstd[row], sums[0], sums[1], sums[2], scale, D);
+    const RowGradient<A> s(mean[row], rstd[row], sums[0], sums[1], sums[2], scale, share);
     for (int64_t col = start; col < D; col += step) {
       Pack<T> px = load<kAligned>(in, col, D);
       const Pack<T> pdy = load<kAligned>(up, col, D);
@@ -414,25 +424,26 @@ __global__ void __launch_bounds__(kMaxRowThreads, kChunks == 1 && kAligned ? 2 :
   constexpr bool kAhead = kAligned && kChunks == 2 && sizeof(T) == 2;
   SHARED_ARRAY(float, slots, 2 * kMaxWarps * 3);
   SHARED_ARRAY(float, fold, 2 * kPack * kMaxRowThreads / 2);  // at most half the block's threads share a row then
-  const int start = threadIdx.x * kPack, step = blockDim.x * kPack;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+  const int start = threadIdx.x * kPack, step = blockDim.x * kPack, columns = D;
+  const float share = 1.0f / D;
+  const int stride = gridDim.x * blockDim.y;
   const float scale = compensate ? row_gain_scale<kAligned>(g, D, slots + kMaxWarps * 3) : 1.0f;
   Pack<T> px[kChunks], pdy[kChunks];
   float sum[kChunks][2][kPack] = {};  // dg, then db
 
   const auto fetch = [&](int64_t row) {
-    const int64_t width = row < M ? D : 0;
+    const int width = row < M ? columns : 0;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       px[c] = load<kAligned>(x + row * D, start + c * step, width);
       pdy[c] = load<kAligned>(dy + row * D, start + c * step, width);
     }
   };
-  if (kAhead) fetch(int64_t(blockIdx.x) * blockDim.y + threadIdx.y);
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (kAhead) fetch(row);
 
-  int turn = 0;
-  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < M; first += stride, turn ^= 1) {
-    const int64_t row = first + threadIdx.y, width = row < M ? D : 0;
+  for (int turn = 0; row - threadIdx.y < M; row += stride, turn ^= 1) {  // the same bound for every row of the block
+    const int width = row < M ? columns : 0;
     if (!kAhead) fetch(row);
     Pack<T> in[kChunks], up[kChunks];
 #pragma unroll
@@ -442,7 +453,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, kChunks == 1 && kAligned ? 2 :
     float sums[3] = {0, 0, 0};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const Pack<P> gain = load<kAligned>(g, start + c * step, D);
+      const Pack<P> gain = load<kAligned>(g, start + c * step, columns);
       for (int k = 0; k < kPack; ++k) {
         const float d = start + c * step + k < width ? widen(in[c].v[k]) - center : 0.0f;
         const float w = widen(up[c].v[k]) * float(gain.v[k]);
@@ -450,10 +461,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, kChunks == 1 && kAligned ? 2 :
       }
     }
     row_sum(sums, slots + turn * kMaxWarps * 3);
-    const RowGradient<float> s(center, width ? rstd[row] : 0.0f, sums[0], sums[1], sums[2], scale, D);
+    const RowGradient<float> s(center, width ? rstd[row] : 0.0f, sums[0], sums[1], sums[2], scale, share);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const Pack<P> gain = load<kAligned>(g, start + c * step, D);
+      const Pack<P> gain = load<kAligned>(g, start + c * step, columns);
       for (int k = 0; k < kPack; ++k) {
         const float xhat = s.xhat(widen(in[c].v[k])), dy_k = widen(up[c].v[k]);  // past the width dy is zero
         sum[c][0][k] += dy_k * xhat;

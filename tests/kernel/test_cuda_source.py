@@ -159,7 +159,7 @@ ADDRESSES = ("-O1", "-DSANITIZED", "-fsanitize=address", "-fsanitize=undefined",
 
 def run_sanitized(program: Path) -> subprocess.CompletedProcess:
     options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
-    return subprocess.run([program], capture_output=True, text=True, env={**os.environ, **options}, timeout=500)
+    return subprocess.run([program], capture_output=True, text=True, env={**os.environ, **options})
 
 
 @pytest.mark.slow
