@@ -212,10 +212,10 @@ class Run:
 
     def build(self) -> MiniLLaVA:
         """A model that stands before stage 1. Its projector depends on the seed alone: arms start from the same one."""
-        language = self.data.language(self.variant.post_norm)
-        torch.manual_seed(1000 + self.seed)
+        language, vision = self.data.language(self.variant.post_norm), self.data.vision
+        torch.manual_seed(1000 + self.seed)  # after the towers: to make or to load them moves the random state
         config = LLaVAConfig(self.preset.vision, language.config, self.variant.arm, IMAGE)
-        model = MiniLLaVA(config, self.data.vision, language).to(self.device)
+        model = MiniLLaVA(config, vision, language).to(self.device)
         loudness = self.base_norm() if self.variant.arm == "discrete" else None
         model.calibrate(self.data.features["train"][:256].to(self.device), loudness)
         return model
