@@ -65,13 +65,15 @@ def finetune(
         model = MiniLLaVA(model_config, model.vision, model.lm).to(device)
     elif arm not in (None, model.config.arm):
         raise ValueError(f"{init} has the arm '{model.config.arm}', not '{arm}'; the arm is chosen in stage 1")
-    print(model.set_trainable(stage, train_vision))
     pool = folder_pool(data, model, tokenizer, frozen=not train_vision, text=stage == 2)
+    watched = folder_pool(validation, model, tokenizer, frozen=not train_vision) if validation else None
+    trains = model.set_trainable(stage, train_vision)
+    if show:
+        print(trains)
     if stage == 1 and model.config.arm in ("scale", "discrete"):
         assert pool.features is not None
         model.calibrate(pool.features[:256].to(device))
-    watched = folder_pool(validation, model, tokenizer, frozen=not train_vision) if validation else None
-    before = mean_loss(model, watched) if watched else None
+    before = mean_loss(model, watched) if watched is not None else None
     about = {"stage": stage, "arm": model.config.arm, "train_vision": train_vision}
     about |= {"data": fingerprint(pool.input_ids, pool.labels), "init": fingerprint(*model.state_dict().values())}
 
@@ -79,9 +81,9 @@ def finetune(
         model,
         next_token_loss,
         pool,
-        replace(config, eval_every=config.eval_every if watched else 0),
+        replace(config, eval_every=config.eval_every if watched is not None else 0),
         run=out,
-        evaluate=(lambda: {"validation_loss": mean_loss(model, watched)}) if watched else None,
+        evaluate=(lambda: {"validation_loss": mean_loss(model, watched)}) if watched is not None else None,
         label=f"stage {stage}",
         show=show,
         about=about,
@@ -89,7 +91,7 @@ def finetune(
     notes = {"stage": stage, "data": data.name, "steps": config.steps, "lr": config.lr, "seed": config.seed}
     save_model(out / "model", model, tokenizer, notes)
     result = {"loss_first": rows[0]["loss"], "loss_last": rows[-1]["loss"], "samples": len(pool)}
-    if watched:
+    if watched is not None:
         result |= {"validation_before": before, "validation_after": mean_loss(model, watched)}
     return result
 

@@ -252,7 +252,7 @@ class MiniLLaVA(nn.Module):
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
     """Choose one id per row of logits (B, V): the best at temperature 0, else a draw from the top-p nucleus."""
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], got {temperature} and {top_p}")
     if temperature == 0:
         return logits.argmax(dim=-1)

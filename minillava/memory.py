@@ -63,6 +63,7 @@ def estimate(preset: Preset) -> list[dict]:
         lm = LM(replace(preset.lm, vocab_size=len(tokenizer)))
         trainings = {"language": preset.language_training, "stage 1": preset.stage1, "stage 2": preset.stage2}
         for name, config in trainings.items():
+            lm.requires_grad_(name != "stage 1")  # a frozen layer keeps less: only what the gradient to its input needs
             embeds = torch.empty(config.batch_size, length[name], preset.lm.width, requires_grad=True)
             data = pixels + features if name != "language" else preset.language_samples * length[name] * 16
             rows.append(row(name, lm, lambda embeds=embeds: lm(embeds), config, data, trains=name != "stage 1"))

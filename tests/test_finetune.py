@@ -23,7 +23,7 @@ from minillava.vit import ViTConfig
 
 TOKENIZER = Tokenizer.train(scenes.vocabulary())
 SIZES = LMConfig(len(TOKENIZER), width=32, depth=1, heads=2, kv_heads=1, hidden=64)
-CONFIG = TrainConfig(steps=60, batch_size=4, lr=1e-2, log_every=5, save_every=20)
+CONFIG = TrainConfig(steps=20, batch_size=4, lr=1e-2, log_every=5, save_every=20)
 COLOURS = {"red": (220, 30, 30), "blue": (30, 60, 220), "green": (20, 160, 60), "yellow": (230, 210, 40)}
 QUESTION = "what colour is the sky ?"
 
@@ -33,7 +33,7 @@ def message(role: str, value: str) -> dict:
 
 
 def write_folder(folder: Path, text: bool = True, pictures: bool = True) -> Path:
-    """Four one-coloured pictures, PNG and JPEG, of different sizes and shapes, one in a sub-folder; and one text."""
+    """Four one-coloured pictures, PNG and JPEG, of different sizes, one of them in a sub-folder; and one text."""
     folder.mkdir(parents=True)
     records = []
     for i, (name, rgb) in enumerate(COLOURS.items() if pictures else ()):
@@ -66,8 +66,9 @@ def start(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(data, start, tmp_path_factory) -> tuple[Path, dict, dict]:
     out = tmp_path_factory.mktemp("trained")
-    first = finetune(data, start, out / "1", CONFIG, 1, show=False)
-    second = finetune(data, out / "1" / "model", out / "2", replace(CONFIG, lr=3e-3), 2, validation=data, show=False)
+    first = finetune(data, start, out / "1", replace(CONFIG, steps=20), 1, show=False)
+    config = replace(CONFIG, steps=150, lr=1e-2)
+    second = finetune(data, out / "1" / "model", out / "2", config, 2, validation=data, show=False)
     return out, first, second
 
 
@@ -95,7 +96,7 @@ def test_what_comes_out_answers_about_the_pictures(trained, data):
     assert answer(model, tokenizer, QUESTION, files) == list(COLOURS)
     assert [answer(model, tokenizer, QUESTION, [file])[0] for file in files] == list(COLOURS), "a batch equals its rows"
     assert answer(model, tokenizer, "what is one plus one ?", []) == ["two"]
-    assert notes == {"stage": 2, "data": "pictures", "steps": 60, "lr": 3e-3, "seed": 0}
+    assert notes == {"stage": 2, "data": "pictures", "steps": 150, "lr": 1e-2, "seed": 0}
 
 
 def test_validation_is_measured_on_the_way(data, start, tmp_path):
