@@ -31,7 +31,7 @@ def model() -> MiniLLaVA:
     torch.manual_seed(0)
     model = MiniLLaVA(LLaVAConfig(VISION, SIZES, "aligned"))
     model.set_trainable(2)
-    fit(model, next_token_loss, questions(), TrainConfig(steps=40, batch_size=25, lr=5e-3), show=False)
+    fit(model, next_token_loss, questions(), TrainConfig(steps=120, batch_size=25, lr=5e-3), show=False)
     return model
 
 
