@@ -439,7 +439,7 @@ def test_overfitting_32_samples_and_stopping():
     model = MiniLLaVA(LLaVAConfig(replace(VISION, width=32), sizes, "aligned"))
     pool = picture_pool(model)
     model.set_trainable(2)
-    fit(model, next_token_loss, pool, replace(CONFIG, steps=180, batch_size=32, lr=2e-3), show=False)
+    fit(model, next_token_loss, pool, replace(CONFIG, steps=320, batch_size=32, lr=2e-3), show=False)
     assert accuracy(model, pool)["all"]["accuracy"] == 1.0
     prompts = [render(TOKENIZER, [(s.turns[0][0], None)], VISION.num_patches)[0] for s in pool.samples]
     width = max(map(len, prompts))
