@@ -234,5 +234,5 @@ def test_an_unknown_arm_has_no_colour():
 
 
 def test_states_lie_half_a_layer_apart():
-    x = figures._layers_of(build_trace().data["text"], "state_norm", first=0)
+    x = figures.depths(build_trace(), "state_norm", first=0)
     assert all(b - a == 0.5 for a, b in pairwise(x))
