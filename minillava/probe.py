@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -134,7 +133,10 @@ def angle_between(x: Tensor, y: Tensor) -> Tensor:
 
     Kahan's form: acos of a dot product would lose half of the digits near 0 and π.
     """
-    x, y = (v / v.norm(dim=-1, keepdim=True) for v in (x.double(), y.double()))
+    return _angle_of_units(*(v / v.norm(dim=-1, keepdim=True) for v in (x.double(), y.double())))
+
+
+def _angle_of_units(x: Tensor, y: Tensor) -> Tensor:
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 
@@ -144,16 +146,35 @@ def step_geometry(before: Tensor, after: Tensor) -> dict[str, Tensor]:
     The update is the difference of the states, so it holds what rounding did to the stream, too; in float64 the
     difference of two narrower floats adds no rounding of its own.
     """
-    before, after = before.double(), after.double()
-    update = after - before
-    turn = angle_between(before, after)
-    return {
-        "norm": before.norm(dim=-1),
-        "update": update.norm(dim=-1),
-        "angle": angle_between(before, update),
-        "turn": turn,
-        "cosine": turn.cos(),
-    }
+    before, after = (_Directed.of(state.double()) for state in (before, after))
+    return _geometry(before, after)[0]
+
+
+@dataclass
+class _Directed:
+    """Tokens (M, D) with their norms (M,) and directions (M, D), which several angles share."""
+
+    state: Tensor
+    norm: Tensor
+    unit: Tensor
+
+    @classmethod
+    def of(cls, state: Tensor) -> _Directed:
+        norm = state.norm(dim=-1)
+        return cls(state, norm, state / norm[:, None])
+
+
+def _geometry(before: _Directed, after: _Directed) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What `step_geometry` gives, and the part of the update across the token (M, D) with its length (M,)."""
+    update = after.state - before.state
+    along = (update * before.unit).sum(dim=-1)  # C cos φ
+    C = update.norm(dim=-1)
+    across = update.addcmul_(before.unit, along[:, None], value=-1)
+    length = across.norm(dim=-1)  # C sin φ
+    turn = _angle_of_units(before.unit, after.unit)
+    angle = torch.atan2(length, along).where(C > 0, torch.nan)
+    step = {"norm": before.norm, "update": C, "angle": angle, "turn": turn, "cosine": turn.cos()}
+    return step, across, length
 
 
 def predict(step: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -218,8 +239,7 @@ def trace_observations(observations: Iterable[Observation]) -> Trace:
     for seen in observations:
         steps = list(seen.states)[1:]
         for modality, follower in follow.items():
-            mask = getattr(seen, modality)  # (B, T)
-            follower.add({name: state[mask].double() for name, state in seen.states.items()}, seen.spans, modality)
+            follower.add(seen, modality)
     if follow["visual"].tokens == 0:
         raise ValueError("no visual token in any batch: there is nothing to trace")
     data = {modality: follower.summary() for modality, follower in follow.items() if follower.tokens}
@@ -242,36 +262,42 @@ class _Follower:
         self.turned: dict[int, int] = defaultdict(int)  # tokens that did turn, by step
         self.error = {"turn": 0.0, "cosine": 0.0}
 
-    def add(self, states: dict[str, Tensor], spans: list[tuple[str, str]], modality: str) -> None:
-        """Take the states (M, D) of M more tokens."""
-        first = next(iter(states.values()))
-        if len(first) == 0:
+    def add(self, seen: Observation, modality: str) -> None:
+        """Take the states of one more pass, one after the other: three of them are in memory in float64."""
+        mask = getattr(seen, modality)  # (B, T)
+        if not bool(mask.any()):
             return
-        self.tokens += len(first)
-        for i, (name, state) in enumerate(states.items()):
-            norm = state.norm(dim=-1)
-            if not bool((norm.isfinite() & (norm > 0)).all()):
+        self.tokens += int(mask.sum())
+        spans = {end: (i, start) for i, (start, end) in enumerate(seen.spans)}
+        starts: dict[str, Tensor] = {}  # directions at the layers' inputs, until the layer's end
+        first = before = None
+        for i, (name, state) in enumerate(seen.states.items()):
+            after = _Directed.of(state[mask].double())
+            if not bool((after.norm.isfinite() & (after.norm > 0)).all()):
                 raise ValueError(f"state '{name}': a {modality} token is zero or not finite, so it has no direction")
-            self.moments["state_norm", i].add(norm)
-            self.moments["input_cosine", i].add(angle_between(first, state).cos())
-        for i, step in enumerate(pairwise(states.values())):
-            self._add_step(i, *step)
-        for i, (start, end) in enumerate(spans):
-            cosine = angle_between(states[start], states[end]).cos()
-            self.moments["layer_cosine", i].add(cosine)
+            first = first or after
+            self.moments["state_norm", i].add(after.norm)
+            self.moments["input_cosine", i].add((first.unit * after.unit).sum(dim=-1))
+            if before is not None:
+                self._add_step(i - 1, before, after)
+            if name in spans:
+                layer, start = spans[name]
+                self.moments["layer_cosine", layer].add((starts.pop(start) * after.unit).sum(dim=-1))
+            if name in {start for _, start in spans.values()}:
+                starts[name] = after.unit
+            before = after
 
-    def _add_step(self, i: int, before: Tensor, after: Tensor) -> None:
-        step = step_geometry(before, after)
+    def _add_step(self, i: int, before: _Directed, after: _Directed) -> None:
+        step, across, length = _geometry(before, after)
         for key, values in step.items():
             self.moments[key, i].add(values[step["update"] > 0] if key == "angle" else values)
         for key, values in predict(step).items():
             self.moments[f"predicted_{key}", i].add(values)
             self.error[key] = max(self.error[key], (values - step[key].cpu()).abs().max().item())
-        unit = before / step["norm"][:, None]  # (M, D)
-        sideways = (after - before) - ((after - before) * unit).sum(-1, keepdim=True) * unit
-        length = sideways.norm(dim=-1, keepdim=True)
-        self.directions[i] = self.directions[i] + (sideways / length).nan_to_num(0).sum(dim=0).cpu()  # (D,)
-        self.turned[i] += int((length > 0).sum())
+        turned = length > 0
+        weight = length.reciprocal().where(turned, 0.0)  # unit directions, summed in one product
+        self.directions[i] = self.directions[i] + (weight @ across).cpu()  # (D,)
+        self.turned[i] += int(turned.sum())
 
     def summary(self) -> dict[str, np.ndarray]:
         rows: dict[str, list[float]] = defaultdict(list)
