@@ -146,8 +146,7 @@ def step_geometry(before: Tensor, after: Tensor) -> dict[str, Tensor]:
     The update is the difference of the states, so it holds what rounding did to the stream, too; in float64 the
     difference of two narrower floats adds no rounding of its own.
     """
-    before, after = (_Directed.of(state.double()) for state in (before, after))
-    return _geometry(before, after)[0]
+    return _geometry(_Directed.of(before.double()), _Directed.of(after.double()))[0]
 
 
 @dataclass
