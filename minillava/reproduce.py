@@ -98,7 +98,7 @@ class Workers:
 
     def __init__(self, jobs: int, console: Console):
         self.jobs, self.console = jobs, console
-        self.threads = max(1, (os.cpu_count() or 1) // jobs)
+        self.threads = max(1, torch.get_num_threads() // jobs)  # OMP_NUM_THREADS and containers count
 
     def __call__(self, label: str, function: Callable, calls: list[tuple]) -> list[Any]:
         columns = (TextColumn(f"{label:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -34,6 +34,7 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINILLAVA_CACHE", str(tmp_path_factory.mktemp("cache")))
         threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)
 

@@ -151,6 +151,7 @@ def results(tmp_path_factory) -> dict:
     world = WorldConfig(train_scenes=12, eval_scenes=6)
     preset = replace(tiny(), world=world, variants=("base", "gwc", "discrete", "post-norm"), language_samples=12)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINILLAVA_CACHE", str(tmp_path_factory.mktemp("cache")))
         found = reproduce(replace(preset, **stages, stage2_lrs=(1e-3,)), tmp_path_factory.mktemp("out"), jobs=1)
@@ -201,18 +202,12 @@ def test_the_report_stands_alone(results, tmp_path, count):
     assert json.dumps(several["preset"]["world"]["kinds"])[1:-1].split(", ")[0] in markdown, "settings are there"
 
 
-def test_a_report_with_holes_has_dashes(results, tmp_path):
+def test_a_report_of_chosen_rates_and_with_holes(results, tmp_path):
     """What has no value comes as null from results.json; a measure that is NaN must not be printed as one."""
-    holes = copy.deepcopy(results)
-    for entry in holes["runs"]:
-        entry["caption_loss_after"], entry["steps_to_95"] = float("nan"), None
-    write_report(holes, tmp_path)
-    cells = (tmp_path / "report.md").read_text()
-    assert not re.search(r"\|\s*nan\s*\|", cells) and re.search(r"\|\s*–\s*\|", cells)
-
-
-def test_a_report_of_chosen_rates(results, tmp_path):
     chosen = copy.deepcopy(results)
+    chosen["runs"] = [entry for entry in chosen["runs"] if entry["arm"] in ("base", "gwc")]
+    for entry in chosen["runs"]:
+        entry["caption_loss_after"], entry["steps_to_95"] = float("nan"), None
     search = {"best": 1e-3, "losses": {"0.001": 1.0, "0.01": None}, "interior": False}
     chosen["rates"] = {
         arm: {"arm": arm, "stage1_lr": 1e-3, "stage2_lr": 1e-3, "stage1": search, "stage2": search}
@@ -220,13 +215,15 @@ def test_a_report_of_chosen_rates(results, tmp_path):
     }
     chosen["runs"] = [entry | {"rates_chosen": True} for entry in chosen["runs"]]
     write_report(chosen, tmp_path)
-    assert "| chosen |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| chosen |" in text
+    assert not re.search(r"\|\s*nan\s*\|", text) and re.search(r"\|\s*–\s*\|", text)
 
 
-def test_fewer_arms_make_a_shorter_report(results, tmp_path):
-    for arms in (("gwc",), ("base",), ("base", "post-norm")):
-        some = results | {"runs": [entry for entry in results["runs"] if entry["arm"] in arms]}
-        assert write_report(some, tmp_path / arms[-1]).is_file()
+def test_one_arm_is_enough_for_a_report(results, tmp_path):
+    some = results | {"runs": [entry for entry in results["runs"] if entry["arm"] == "gwc"]}
+    write_report(some, tmp_path)
+    assert "RQ3" in (text := (tmp_path / "report.md").read_text()) and "RQ4" not in text and "− base" not in text
 
 
 def test_the_table_in_the_terminal_fits_80_columns(results):

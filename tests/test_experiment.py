@@ -39,6 +39,7 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINILLAVA_CACHE", str(tmp_path_factory.mktemp("cache")))
         threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)
 
@@ -109,13 +110,13 @@ def test_a_second_call_trains_nothing_and_says_the_same(results, out):
 
 @pytest.mark.slow
 def test_workers_say_the_same_as_one_process(results, tmp_path):
-    """Every stage is trained again, in another process (the towers come from the cache). It may use another number of
-    threads, and so add up in another order: after eight small steps that stays below 1e-3."""
+    """Every stage is trained again, in another process; the towers come from the cache. One thread here and one there:
+    the same bits."""
     one = replace(TINY, variants=("gwc",), stage2_lrs=TINY.stage2_lrs[:1])
     (run,) = reproduce(one, tmp_path, jobs=2)["runs"]
     (same,) = [r for r in results["runs"] if r["arm"] == "gwc" and r["stage2_lr"] == one.stage2_lrs[0]]
     for key in ("stage1_caption_loss", "norm_visual", "cosine_text"):
-        assert run[key] == pytest.approx(same[key], rel=1e-3)
+        assert run[key] == same[key]
 
 
 def test_another_experiment_does_not_go_on_in_the_same_folder(results, out):
