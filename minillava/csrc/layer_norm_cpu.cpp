@@ -1,8 +1,8 @@
 // LayerNorm on the CPU: at::vec for the lanes, at::parallel_for for the cores.
 //
 // One row at a time, and everything a row needs stays in the first-level cache, so x is read from memory once in the
-// forward (2 moves an element, with y) and x and dy once in the backward (3 moves, with dx). 16-bit numbers are
-// widened as they are loaded; all arithmetic below is in fp32, or in fp64 when x is.
+// forward (2 moves an element, with y) and x and dy once in the backward (3 moves, with dx). 16-bit rows are
+// widened once, into a scratch row that stays in the cache; all arithmetic below is in fp32, or in fp64 when x is.
 //
 // The numbers do not depend on how many threads there are: a row is summed by one thread in a fixed order, and dg, db
 // are summed in pieces whose number follows from the shape alone.
@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -45,9 +46,10 @@ struct Wide {
   Wide operator*(const Wide& other) const { return {lo * other.lo, hi * other.hi}; }
 };
 
-constexpr double kGainFloor = 1e-3;        // the smallest mean|g| that compensation divides by
-constexpr int64_t kElementsAPiece = 65536;  // under this much work a second thread costs more than it saves
-constexpr int64_t kMaxPieces = 64;          // bounds the partial sums of dg and db to 2·64 rows
+constexpr double kGainFloor = 1e-3;         // the smallest mean|g| that compensation divides by
+constexpr int64_t kElementsAThread = 32768;  // under this much work a second thread costs more than it saves
+constexpr int64_t kElementsAPiece = 131072;  // backward: each piece costs two rows of partial sums besides
+constexpr int64_t kMaxPieces = 64;           // and so there are never more than 2·64 of those
 
 // ---- One row -------------------------------------------------------------------------------------------------------
 
@@ -147,9 +149,8 @@ struct Statistics {
 
 // Corrected two-pass. The first mean is rounded, so d = x − mean has a mean δ that is not quite zero; far from the
 // origin it is the whole error. Taking δ out of the variance and of y leaves only the rounding of d itself.
-template <typename A, typename T>
-Statistics<A> statistics(const T* x, int64_t D, A eps) {
-  const A mean = sum_columns<1, A>(D, [=](const auto& cols) { return std::array{cols(x)}; })[0] / D;
+template <typename A>
+Statistics<A> statistics(const A* x, A mean, int64_t D, A eps) {
   const auto [d, d2] = sum_columns<2, A>(D, [=](const auto& cols) {
     const Wide<A> d = cols(x) - Wide<A>(mean);
     return std::array{d, d * d};
@@ -160,26 +161,48 @@ Statistics<A> statistics(const T* x, int64_t D, A eps) {
   return {mean, delta, 1 / std::sqrt(var + eps)};
 }
 
+// y of one row, which is read three times: a 16-bit row is widened the first time and kept in `scratch`.
 template <typename A, typename T>
-void normalise(const T* x, Statistics<A> s, const A* g, const A* b, T* y, int64_t D) {
+Statistics<A> forward_row(const T* x, const A* g, const A* b, A eps, T* y, A* scratch, int64_t D) {
+  constexpr bool kWiden = !std::is_same_v<A, T>;
+  const A sum = sum_columns<1, A>(D, [=](const auto& cols) {
+    const Wide<A> v = cols(x);
+    if constexpr (kWiden) cols.store(v, scratch);
+    return std::array{v};
+  })[0];
+  const A* row;
+  if constexpr (kWiden)
+    row = scratch;
+  else
+    row = x;
+  const Statistics<A> s = statistics<A>(row, sum / D, D, eps);
   for_columns<A>(D, [=](const auto& cols) {
-    const Wide<A> xhat = (cols(x) - Wide<A>(s.mean) - Wide<A>(s.delta)) * Wide<A>(s.rstd);
+    const Wide<A> xhat = (cols(row) - Wide<A>(s.mean) - Wide<A>(s.delta)) * Wide<A>(s.rstd);
     cols.store(xhat * cols(g) + cols(b), y);
   });
+  return s;
 }
 
 // dx of one row, and this row's share of dg and db added to theirs. δ is found again, since a mean rounded to fp32 is
 // not exact enough to rebuild x̂. With δ known only after the pass, Σ w·x̂ comes from Σ w·d: Σ w·(d − δ) = Σ w·d − δ·Σ w.
+// A 16-bit row is read once: d = x − mean and dy are kept, widened, in the two rows of `scratch`.
 template <typename A, typename T>
-void backward_row(const T* dy, const T* x, A mean, A rstd, const A* g, A scale, T* dx, A* dg, A* db, int64_t D) {
+void backward_row(const T* dy, const T* x, A mean, A rstd, const A* g, A scale, T* dx, A* dg, A* db, A* scratch,
+                  int64_t D) {
   const auto [sum_d, sum_w, sum_wd] = sum_columns<3, A>(D, [=](const auto& cols) {
-    const Wide<A> d = cols(x) - Wide<A>(mean), w = cols(dy) * cols(g);
+    const Wide<A> up = cols(dy), d = cols(x) - Wide<A>(mean), w = up * cols(g);
+    if constexpr (!std::is_same_v<A, T>) cols.store(d, scratch), cols.store(up, scratch + D);
     return std::array{d, w, w * d};
   });
   const A delta = sum_d / D;
   const A mean_w = sum_w / D, mean_wx = (sum_wd - delta * sum_w) * rstd / D;
   for_columns<A>(D, [=](const auto& cols) {
-    const Wide<A> up = cols(dy), xhat = (cols(x) - Wide<A>(mean) - Wide<A>(delta)) * Wide<A>(rstd);
+    Wide<A> up, d;
+    if constexpr (std::is_same_v<A, T>)
+      up = cols(dy), d = cols(x) - Wide<A>(mean);
+    else
+      up = cols(scratch + D), d = cols(scratch);
+    const Wide<A> xhat = (d - Wide<A>(delta)) * Wide<A>(rstd);
     cols.store((up * cols(g) - Wide<A>(mean_w) - xhat * Wide<A>(mean_wx)) * Wide<A>(rstd * scale), dx);
     cols.store(up * xhat + cols(dg), dg);
     cols.store(up + cols(db), db);
@@ -188,8 +211,9 @@ void backward_row(const T* dy, const T* x, A mean, A rstd, const A* g, A scale, 
 
 // ---- All rows ------------------------------------------------------------------------------------------------------
 
+// At least one, which without rows sums to zero.
 int64_t pieces(int64_t M, int64_t D) {
-  return std::min({M, kMaxPieces, (M * D + kElementsAPiece - 1) / kElementsAPiece});
+  return std::max<int64_t>(1, std::min({M, kMaxPieces, M * D / kElementsAPiece}));
 }
 
 template <typename A, typename P>
@@ -209,10 +233,11 @@ void forward_rows(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
   T* ys = y.mutable_data_ptr<T>();
   A *means = mean.mutable_data_ptr<A>(), *rstds = rstd.mutable_data_ptr<A>();
 
-  at::parallel_for(0, M, std::max<int64_t>(1, kElementsAPiece / D), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, M, std::max<int64_t>(1, kElementsAThread / D), [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(std::is_same_v<A, T> ? 0 : D);
     for (int64_t m = begin; m < end; ++m) {
-      const Statistics<A> s = statistics<A>(xs + m * D, D, static_cast<A>(eps));
-      normalise(xs + m * D, s, g.data(), b.data(), ys + m * D, D);
+      const Statistics<A> s =
+          forward_row(xs + m * D, g.data(), b.data(), static_cast<A>(eps), ys + m * D, scratch.data(), D);
       means[m] = s.mean + s.delta;
       rstds[m] = s.rstd;
     }
@@ -221,8 +246,8 @@ void forward_rows(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 
 // Adds the pieces in order, in place, and rounds once to the type of the parameters.
 template <typename P, typename A>
-void sum_pieces(std::vector<A>& partial, int64_t count, int64_t D, P* dg, P* db) {
-  at::parallel_for(0, 2 * D, kElementsAPiece / std::max<int64_t>(count, 1), [&](int64_t begin, int64_t end) {
+void sum_pieces(A* partial, int64_t count, int64_t D, P* dg, P* db) {
+  at::parallel_for(0, 2 * D, kElementsAThread / count, [&](int64_t begin, int64_t end) {
     for (int64_t p = 1; p < count; ++p)
       for (int64_t i = begin; i < end; ++i) partial[i] += partial[p * 2 * D + i];
   });
@@ -250,15 +275,17 @@ void backward_rows(const Tensor& dy, const Tensor& x, const Tensor& mean, const 
   T* dxs = dx.mutable_data_ptr<T>();
   const A *means = mean.const_data_ptr<A>(), *rstds = rstd.const_data_ptr<A>();
 
-  std::vector<A> partial(std::max<int64_t>(count, 1) * 2 * D);  // (P, 2, D): each piece's dg, then its db; zero if M is
+  const std::unique_ptr<A[]> partial(new A[count * 2 * D]);  // (count, 2, D): each piece's dg, then its db
   at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    std::vector<A> scratch(std::is_same_v<A, T> ? 0 : 2 * D);
     for (int64_t p = first; p < last; ++p) {
-      A *dg_p = partial.data() + p * 2 * D, *db_p = dg_p + D;
+      A *dg_p = partial.get() + p * 2 * D, *db_p = dg_p + D;
+      std::fill_n(dg_p, 2 * D, A(0));
       for (int64_t m = p * M / count; m < (p + 1) * M / count; ++m)
-        backward_row(dys + m * D, xs + m * D, means[m], rstds[m], g.data(), scale, dxs + m * D, dg_p, db_p, D);
+        backward_row(dys + m * D, xs + m * D, means[m], rstds[m], g.data(), scale, dxs + m * D, dg_p, db_p, scratch.data(), D);
     }
   });
-  sum_pieces(partial, count, D, dg.mutable_data_ptr<P>(), db.mutable_data_ptr<P>());
+  sum_pieces(partial.get(), count, D, dg.mutable_data_ptr<P>(), db.mutable_data_ptr<P>());
 }
 
 // ---- The ops -------------------------------------------------------------------------------------------------------
