@@ -197,10 +197,11 @@ class LM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
+        # After a norm the residual has size one from the first block on: updates as small as Pre-Norm's would be lost.
+        loud = self.config.post_norm and isinstance(module, nn.Linear)
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=0.06 if loud else 0.02)
 
     def forward(
         self,
