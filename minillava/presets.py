@@ -88,7 +88,7 @@ def paper() -> Preset:
         name="paper",
         world=world,
         vision=ViTConfig(image_size=48, width=256, depth=12, heads=8),
-        lm=LMConfig(width=256, depth=12, heads=8, kv_heads=4, hidden=704),
+        lm=LMConfig(width=256, depth=12, heads=8, kv_heads=8, hidden=704),
         variants=tuple(VARIANTS),
         vision_training=replace(training, steps=2_000, lr=5e-4),
         language_training=replace(training, steps=6_000, lr=1e-3),
