@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 import webbrowser
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,7 @@ VERBS: dict[str, Any] = {
 
 def main() -> None:
     """Run a verb. Errors that a user can mend are one line on stderr and exit code 1; Ctrl-C is exit code 130."""
+    warnings.filterwarnings("ignore", message="minillava runs LayerNorm on its PyTorch reference.*not built")
     try:
         code: int = tyro.extras.subcommand_cli_from_dict(VERBS, prog="minillava", description=__doc__)
     except (CheckpointError, TrainingError, ValueError, OSError) as error:

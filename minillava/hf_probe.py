@@ -199,7 +199,7 @@ def sentences(result: dict[str, Any], kind: str, visual: float, text: float) -> 
     if kind != "no gap":
         told.append(
             f"The norms are within ten percent {f'after {measured} layers' if measured is not None else 'nowhere'} "
-            f"(the model has {met['layers']}); updates without a direction would take {met['predicted']:.1f}."
+            f"(the model has {met['layers']}); updates without a direction would take {met['predicted']:,.1f}."
         )
     told.append(
         f"One update size and angle for both, as the paper assumes, explains "

@@ -12,6 +12,7 @@ them in front of the reference, and nothing else changes.
 Compensation: arXiv 2512.08374. Corrected two-pass variance: Chan, Golub, LeVeque (1983).
 """
 
+import functools
 import importlib
 import os
 import warnings
@@ -44,6 +45,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, compe
         TypeError: other dtypes.
     """
     _check(x, weight, bias, eps)
+    if not torch.compiler.is_compiling():
+        _say_once()
     y, _, _ = torch.ops.minillava.layer_norm(x, weight, bias, eps, compensate)
     return y
 
@@ -51,6 +54,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, compe
 def is_compiled() -> bool:
     """True if compiled kernels were loaded, False if everything runs on the reference in this file."""
     return _COMPILED
+
+
+@functools.cache
+def _say_once() -> None:
+    if _COMPLAINT:
+        warnings.warn(_COMPLAINT, stacklevel=3)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
@@ -136,28 +145,25 @@ def _gradient_of_gradient(ctx, *grads):
     )
 
 
-def _load_kernels() -> bool:
-    """Load the compiled kernels, which register themselves; say once why there are none."""
+def _load_kernels() -> tuple[bool, str]:
+    """Load the compiled kernels, which register themselves; returns whether, and what the first call has to say."""
     if os.environ.get("MINILLAVA_REFERENCE") == "1":
-        return False
+        return False, ""
     try:
         built = importlib.import_module("minillava._C")
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "minillava._C"
         reason = "they are not built" if missing else f"they do not load ({error})"
-        warnings.warn(
+        return False, (
             f"minillava runs LayerNorm on its PyTorch reference, not on compiled kernels: {reason}. The results are "
-            "the same to rounding, the speed is not. `make build` builds them; MINILLAVA_REFERENCE=1 keeps this quiet.",
-            stacklevel=2,
+            "the same to rounding, the speed is not. `make build` builds them; MINILLAVA_REFERENCE=1 keeps this quiet."
         )
-        return False
     if built.torch_version != torch.__version__.split("+")[0]:
-        warnings.warn(
+        return True, (
             f"minillava's kernels were built for torch {built.torch_version} and this is {torch.__version__}: "
-            "`make build` rebuilds them.",
-            stacklevel=2,
+            "`make build` rebuilds them."
         )
-    return True
+    return True, ""
 
 
 torch.library.define(
@@ -175,4 +181,4 @@ torch.library.register_fake("minillava::layer_norm", _forward_shapes)
 torch.library.register_fake("minillava::layer_norm_backward", _backward_shapes)
 torch.library.register_autograd("minillava::layer_norm", _gradient, setup_context=_save)
 torch.library.register_autograd("minillava::layer_norm_backward", _gradient_of_gradient)
-_COMPILED = _load_kernels()
+_COMPILED, _COMPLAINT = _load_kernels()

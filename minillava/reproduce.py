@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +56,7 @@ def reproduce(preset: Preset, out: Path, jobs: int = 2, device: str = "cpu", con
     resumed = any(out.glob("*/*/step-*"))
     world_tokenizer(cache_folder())  # once, before the workers would all make it
     if not is_compiled():
-        os.environ["MINILLAVA_REFERENCE"] = "1"  # this process has said so; its workers need not
+        os.environ["MINILLAVA_REFERENCE"] = "1"  # workers need not look for kernels, nor say that there are none
     tower_seeds = preset.seeds if preset.pretrain_seeds else (0,)
     post_norm = sorted({VARIANTS[name].post_norm for name in preset.variants})
     parallel = Workers(jobs, console)
@@ -101,6 +102,8 @@ class Workers:
         self.threads = max(1, torch.get_num_threads() // jobs)  # OMP_NUM_THREADS and containers count
 
     def __call__(self, label: str, function: Callable, calls: list[tuple]) -> list[Any]:
+        # loky restarts a worker that has grown, and ours do: they keep their world
+        warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
         columns = (TextColumn(f"{label:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         pool = joblib.Parallel(n_jobs=self.jobs, return_as="generator_unordered")
         finished = pool(joblib.delayed(in_worker)(self.threads, function, call) for call in calls)

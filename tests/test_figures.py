@@ -236,3 +236,14 @@ def test_an_unknown_arm_has_no_colour():
 def test_states_lie_half_a_layer_apart():
     x = figures.depths(build_trace(), "state_norm", first=0)
     assert all(b - a == 0.5 for a, b in pairwise(x))
+
+
+def test_theory_draws_in_the_same_colours():
+    """It may not import this package, so it writes them out; so does the explorer."""
+    from pathlib import Path
+
+    from theory.report import COLOURS
+
+    assert COLOURS == style.MODALITY_COLOURS
+    page = (Path(__file__).parents[1] / "docs" / "explorer.html").read_text()
+    assert all(f"--{modality}: {colour};" in page for modality, colour in COLOURS.items())

@@ -129,8 +129,10 @@ def test_the_same_source_gives_the_same_notebook(tmp_path):
     source = tmp_path / "97_same.py"
     source.write_text(
         "# %%\nfrom reader import Picture\nfrom minillava.style import canvas\n"
+        "for i in range(3):\n    print(i, flush=True)\n"
         "figure, (panel,) = canvas(1, 1, 2, 2)\npanel.plot([1, 3, 2])\nPicture(figure, 'a line')\n"
     )
     first, second = (nbformat.writes(build.execute(source)) for _ in range(2))
     assert first == second
     assert "image/svg+xml" in first
+    assert [o.text for o in nbformat.reads(first, 4).cells[0].outputs if "text" in o] == ["0\n1\n2\n"]

@@ -13,8 +13,8 @@ from theory.arrays import Floats
 from theory.simulate import Run, Setup, run_seeds
 from theory.simulate_transformer import BranchAudit, measure_transformer
 
-# Colours of the two modalities (Okabe-Ito: told apart by every kind of colour vision).
-COLOURS = {"visual": "#0072B2", "text": "#D55E00"}
+# As everywhere in this project; written out because this package does not import `minillava`.
+COLOURS = {"visual": "#D55E00", "text": "#0072B2"}
 
 
 def attention_by_layer(
@@ -65,9 +65,14 @@ def depth_report(
 ) -> None:
     """Runs both modalities, writes simulate.csv, .png and .svg to `out`, prints the sentences."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    with Console(stderr=True).status("simulating"):
-        runs = {name: run_seeds(fidelity, setup, tokens, seeds, jobs) for name, setup in setups.items()}  # type: ignore[arg-type]
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=len(setups) * tokens * len(seeds))
+        runs = {
+            name: run_seeds(fidelity, setup, tokens, seeds, jobs, lambda done: bar.advance(task, done))  # type: ignore[arg-type]
+            for name, setup in setups.items()
+        }
     visual, text = setups["visual"], setups["text"]
     signal = attention_by_layer(visual, visual.norm, text.norm, head_width, distractors)
     out.mkdir(parents=True, exist_ok=True)

@@ -227,14 +227,25 @@ def merge(runs: Sequence[Run]) -> Run:
 
 
 def run_seeds(
-    fidelity: Literal["chain", "vectors"], setup: Setup, tokens: int, seeds: Sequence[int], jobs: int = 1
+    fidelity: Literal["chain", "vectors"],
+    setup: Setup,
+    tokens: int,
+    seeds: Sequence[int],
+    jobs: int = 1,
+    progress: Progress | None = None,
 ) -> Run:
-    """One run a seed, in `jobs` processes if more than one, merged."""
+    """One run a seed, in `jobs` processes if more than one, merged. `progress` is called with tokens that are done:
+    block by block in this process, seed by seed from others."""
     run = {"chain": run_chain, "vectors": run_vectors}.get(fidelity)
     if run is None:
         raise ValueError(f"fidelity must be chain or vectors, got {fidelity!r}")
     if jobs == 1:
-        return merge([run(setup, tokens, seed) for seed in seeds])
+        return merge([run(setup, tokens, seed, progress) for seed in seeds])
     from joblib import Parallel, delayed
 
-    return merge(Parallel(n_jobs=jobs)(delayed(run)(setup, tokens, seed) for seed in seeds))
+    runs = []
+    for done in Parallel(n_jobs=jobs, return_as="generator")(delayed(run)(setup, tokens, seed) for seed in seeds):
+        runs.append(done)
+        if progress is not None:
+            progress(tokens)
+    return merge(runs)

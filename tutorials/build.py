@@ -45,13 +45,28 @@ def execute(source: Path) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
     os.environ["MINILLAVA_REFERENCE"] = "1"  # the kernel process inherits it: no warning about uncompiled kernels
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # what tqdm misses is no part of a tutorial
     seconds = {"timeout": CELL_SECONDS, "startup_timeout": CELL_SECONDS}
     client = NotebookClient(notebook, kernel_name="python3", record_timing=False, **seconds)
     client.execute(cwd=str(HERE))
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     notebook.metadata.language_info = nbformat.from_dict({"name": "python"})
     notebook.metadata.minillava = nbformat.from_dict({"source": source.name, "sha256": source_hash(source)})
     refuse_traces(source, nbformat.writes(notebook))
     return notebook
+
+
+def joined(outputs: list) -> list:
+    """Outputs with what one stream printed in a row as one: where it was cut is a matter of chance."""
+    kept: list = []
+    for output in outputs:
+        if kept and output.output_type == kept[-1].output_type == "stream" and output.name == kept[-1].name:
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
 
 
 def refuse_traces(source: Path, text: str) -> None:

@@ -106,6 +106,13 @@ def test_progress_counts_tokens():
     assert sum(seen) == 20_000 and len(seen) > 1
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_progress_counts_tokens_over_seeds(jobs):
+    seen = []
+    run_seeds("chain", Setup(norm=1.0, layers=1, width=10), 300, (1, 2), jobs, seen.append)
+    assert sum(seen) == 600 and len(seen) == 2
+
+
 def test_lognormal_norms():
     run = run_chain(Setup(norm=39.96, norm_std=45.58, layers=1, width=64), 200_000, 0)
     assert run.norm.mean[0] == pytest.approx(39.96, abs=5 * 45.58 / np.sqrt(200_000))

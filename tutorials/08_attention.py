@@ -1,0 +1,218 @@
+# %% [markdown]
+# # 8. Attention
+#
+# **Question: tokens that turn slowly are said to be found less well by the words that need them. Are they?**
+#
+# The paper's chain of reasons goes from norms to turns (true, tutorial 2), from turns to similarity, and from
+# similarity to attention. This tutorial walks the second half, first in theory and then on the trained models.
+
+# %%
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from exercises import check
+from reader import GREY, Picture
+
+import minillava
+import theory
+from minillava import scenes, world
+from minillava.checkpoint import load_model
+from minillava.data import Pool
+from minillava.experiment import encode
+from minillava.figures import plot_attention_maps
+from minillava.probe import attention_map, signal
+from minillava.style import ARM_COLOURS, ARM_MARKERS, canvas, in_style
+
+# %% [markdown]
+# ## Signal and noise
+#
+# A query looks at one relevant key, whose direction has cosine s to it, among many keys in random directions. In D
+# dimensions random cosines scatter by 1/√D. The relevant key wins if s stands out of the largest of them.
+#
+# **Predict.** Among 576 visual tokens (LLaVA's number), in 128 dimensions (one head): how large must the cosine be
+# for the relevant key to come out on top half the time? Is it gradual?
+
+# %%
+similarity = np.linspace(0, 0.6, 61)
+with in_style():
+    figure, (panel,) = canvas(1, 1, 5.8, 3.0)
+    for count, line in ((16, ":"), (576, "-"), (10_000, "--")):
+        wins = [float(theory.argmax_probability(s, 128, count)) for s in similarity]
+        panel.plot(similarity, wins, line, color=GREY, label=f"{count} other keys")
+    panel.set(xlabel="cosine of the relevant key", ylabel="probability that it wins")
+    panel.legend()
+Picture(figure, "A steep rise between cosines of about 0.15 and 0.4; more keys move it to the right, slowly.")
+
+# %% [markdown]
+# **What to see.** It is nearly a switch. Below a threshold the relevant key is lost in the crowd, above it it always
+# wins. The threshold moves to the right only slowly as the crowd grows.
+
+# %%
+half = similarity[np.argmax([theory.argmax_probability(s, 128, 576) > 0.5 for s in similarity])]
+assert 0.2 < half < 0.35
+assert theory.argmax_probability(0.1, 128, 576) < 0.1 and theory.argmax_probability(0.45, 128, 576) > 0.95
+
+# %% [markdown]
+# So a small loss of similarity can cost everything, if one stands near the threshold, and nothing elsewhere.
+#
+# ## The overshoot
+#
+# Does turning slowly cost similarity? The paper lets query and key turn *towards each other* and concludes that the
+# slower one leaves a gap. But a token that turns may also turn past its target.
+#
+# **Predict.** Let a key be 40° away from the direction in which it is wanted, and let it turn straight there by some
+# angle. Plot the cosine to the target against the turn. Is more always better?
+
+# %%
+turn = np.radians(np.linspace(0, 120, 121))
+target = np.radians(40)
+reached = theory.step_alignment(target, turn, drift=1.0)  # 1: straight towards it
+with in_style():
+    figure, (panel,) = canvas(1, 1, 5.8, 3.0)
+    panel.plot(np.degrees(turn), reached, color=GREY)
+    panel.axhline(np.cos(target), color=GREY, linestyle=":", linewidth=1)
+    panel.set(xlabel="turn of the key, degrees", ylabel="cosine to the target afterwards")
+Picture(figure, "The cosine rises until the turn is 40 degrees, and at 80 it is back where it began.")
+
+# %% [markdown]
+# **What to see.** Up to 40° more turning helps, beyond it harms, and from 80° on the token had better not moved at
+# all (dotted). Inertia protects a token from overshooting. "Slower is worse" is true on one side of the target only
+# (claims A1 to A5).
+
+# %%
+assert np.isclose(np.degrees(turn[np.argmax(reached)]), 40)
+assert np.isclose(reached[80], np.cos(target))
+assert reached[100] < np.cos(target)
+
+# %% [markdown]
+# ## Measured
+#
+# In the built-in world we know which visual tokens are relevant: those of the cell that the question names. Load the
+# shipped model (`aligned`) and ask about places.
+
+# %%
+model, tokenizer, notes = load_model(Path(minillava.__file__).parent / "checkpoint")
+settings = world.WorldConfig(**notes["world"] | {"train_scenes": 1, "eval_scenes": 100})
+test = world.build_split(settings, "test", 0)
+N = model.config.vision.num_patches
+samples = world.visual_questions(test, ("colour_at", "shape_at"), 1, np.random.default_rng(0))
+pool = Pool(samples, tokenizer, N, features=encode(model.vision, test.pixels))
+batch = pool.take(range(len(samples)))
+places = scenes.PLACES[settings.grid]
+asked = [next(i for i, name in enumerate(places) if f"at {name} ?" in sample.turns[0][0]) for sample in samples]
+cell_of = np.kron(
+    np.arange(4).reshape(2, 2), np.ones((2, 2), dtype=int)
+).ravel()  # (16,): the cell of each visual token
+relevant = torch.from_numpy(cell_of[None, :] == np.array(asked)[:, None])  # (B, N)
+
+# %% [markdown]
+# **Predict.** When the answer is about to be given, where on the picture does the model look, layer by layer?
+
+# %%
+shown = pool.take(range(3))
+lines = [f"{sample.turns[0][0].removeprefix('<image> ')} {sample.turns[0][1]}" for sample in samples[:3]]
+Picture(
+    plot_attention_maps(attention_map(model, shown)["maps"], test.pixels[:3], lines),
+    "Attention of the answering token over the image in each layer, for three questions.",
+)
+
+# %% [markdown]
+# **What to see.** In one of the layers the light falls on the cell that was asked about. The first layer cannot do
+# it: there the answering token does not know the question yet.
+
+# %%
+found = signal(model, batch, relevant)
+own = list(found["scale"]).index(1.0)
+best = int(found["mass"][own].argmax())
+chance = found["relevant_share"]
+print(f"layer {best + 1}: {found['mass'][own][best]:.2f} of the attention on {chance:.2f} of the visual tokens")
+assert found["mass"][own][best] > 2 * chance
+assert best > 0
+
+# %% [markdown]
+# ## Before and after
+#
+# The committed results hold the same measurement for every arm, and what happens when visual tokens are made louder
+# or quieter as they enter the trained model.
+#
+# **Predict.** In `base`, visual tokens are a hundred times as loud as text. What happens to the attention on the
+# relevant ones when they are made four times as loud again, or four times as quiet? And in `aligned`?
+
+# %%
+results = json.loads((Path.cwd().parent / "results" / "three-seeds" / "results.json").read_text())
+runs = {run["arm"]: run for run in results["runs"] if run["seed"] == 0}  # the last rate of each arm
+with in_style():
+    figure, panels = canvas(1, 2, 8.6, 3.2)
+    for arm in ("base", "aligned"):
+        measured = runs[arm]["signal"]
+        mass, style = np.array(measured["mass"]), {"color": ARM_COLOURS[arm], "marker": ARM_MARKERS[arm], "label": arm}
+        panels[0].plot(np.arange(1, mass.shape[1] + 1), mass[measured["scale"].index(1.0)], **style)
+        panels[1].plot(measured["norm_visual"], mass.max(axis=1), **style)
+    panels[0].axhline(runs["base"]["signal"]["relevant_share"], color=GREY, linestyle=":", linewidth=1)
+    panels[0].set(xlabel="layer", ylabel="attention on relevant tokens", xticks=range(1, 5))
+    panels[1].set(xscale="log", xlabel="visual norm at the LM's input", ylabel="the same, best layer")
+    panels[0].legend()
+Picture(
+    figure, "Both arms find the relevant tokens in one layer, aligned more of them; only aligned depends on loudness."
+)
+
+# %% [markdown]
+# **What to see.** Both arms find the relevant tokens, in one layer. `aligned` puts more attention there. In `base`,
+# making the tokens louder or quieter changes nothing at all: they are so long that no update moves them, and
+# normalised keys do not know lengths. In `aligned` the loudness matters: there the tokens move, and were trained to
+# move by so much.
+
+# %%
+strongest = {arm: np.array(runs[arm]["signal"]["mass"]).max(axis=1) for arm in ("base", "aligned")}
+assert strongest["aligned"][2] > strongest["base"][2] > 2 * runs["base"]["signal"]["relevant_share"]
+assert np.ptp(strongest["base"]) < 0.05 < np.ptp(strongest["aligned"])
+
+# %% [markdown]
+# ## Do slow tokens stay behind in what they say?
+#
+# **Predict.** A linear probe reads colour and shape of the own cell off the visual tokens, after each layer. If slow
+# tokens are "semantically slow", what should the curve of `base` look like beside that of `aligned`?
+
+# %%
+with in_style():
+    figure, (panel,) = canvas(1, 1, 5.8, 3.0)
+    for arm in ("base", "aligned", "post-norm"):
+        panel.plot(runs[arm]["content"]["accuracy"], color=ARM_COLOURS[arm], marker=ARM_MARKERS[arm], label=arm)
+    panel.axhline(runs["base"]["content"]["chance"], color=GREY, linestyle=":", linewidth=1)
+    panel.set(xlabel="layer", ylabel="content read rightly", ylim=(0.3, 1.0), xticks=range(5))
+    panel.legend()
+Picture(figure, "The content of base tokens stays flat through the layers; that of aligned tokens fades a little.")
+
+# %% [markdown]
+# **What to see.** The slow tokens of `base` say at the end what they said at the start: they are carried through.
+# Those of `aligned` have been rewritten a little, and their own cell can be read slightly less well. Nothing was lost
+# by being slow. What may be lost is what the layers would have *added*, and this probe does not ask for that.
+
+# %%
+content = {arm: runs[arm]["content"]["accuracy"] for arm in ("base", "aligned")}
+assert np.ptp(content["base"]) < 0.05
+assert content["aligned"][-1] < content["base"][-1]
+
+# %% [markdown]
+# ## Exercises
+#
+# **8.1** Write `mass(score, others, beta)`: the share of softmax attention that goes to a key of score `score` among
+# `others` keys of score 0, when scores are multiplied by `beta`.
+
+
+# %%
+def mass(score, others, beta):
+    """Numbers to a number between 0 and 1."""
+    return ...
+
+
+check("8.1", mass)
+
+# %% [markdown]
+# **8.2** A key is 40° from its target. By how many degrees may it turn straight towards the target and still be no
+# worse off than a key that does not turn?
+
+# %%
+check("8.2", ...)
