@@ -44,11 +44,11 @@ def execute(source: Path) -> nbformat.NotebookNode:
     )
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
-    os.environ["MINILLAVA_REFERENCE"] = "1"  # the kernel process inherits it: no warning about uncompiled kernels
-    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # what tqdm misses is no part of a tutorial
+    # No warning that the LayerNorm is not compiled, or that tqdm misses a package: neither is part of a tutorial.
+    quiet = {"MINILLAVA_REFERENCE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
     seconds = {"timeout": CELL_SECONDS, "startup_timeout": CELL_SECONDS}
     client = NotebookClient(notebook, kernel_name="python3", record_timing=False, **seconds)
-    client.execute(cwd=str(HERE))
+    client.execute(cwd=str(HERE), env=os.environ | quiet)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
