@@ -6,7 +6,9 @@
 # The paper's remedy is one LayerNorm between projector and language model. All the craft is in one number, its gain.
 
 # %%
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -97,9 +99,9 @@ with in_style():
 Picture(figure, "With the small gain the gradient is thirty times smaller; compensation makes it what gain 1 gives.")
 
 # %% [markdown]
-# **What to see.** The small gain starves the projector by exactly its own value. Global Weight Compensation divides
-# the gradient by the mean |g| on its way down, and the projector gets again what it would have got with gain 1. The
-# gain's own gradient is untouched.
+# **What to see.** For the same gradient at its output, the small gain starves the projector by exactly its own value.
+# Global Weight Compensation divides the gradient by the mean |g| on its way down, and the projector gets again what it
+# would have got with gain 1. The gain's own gradient is untouched.
 
 # %%
 g = theory.alignment_gain(T, D)
@@ -110,6 +112,45 @@ torch.testing.assert_close(found["gwc"][1], found["aligned"][1])
 quote("0.030", g)
 
 # %% [markdown]
+# ## Is there a trap in a real model?
+#
+# Those bars rest on one word: the *same* gradient at the language model's input. A real one is not the same. After the
+# first branch the token is $g\hat{x} + \Delta(\hat{x})$: only the first part carries the gain, and the update reads a
+# normalised token, so a short token has *more* say over where it goes (claim N3).
+#
+# **Predict.** Three seeds of a real stage 1, first step: the same projector, the same batch, an arm each. By what
+# factor is the projector's gradient smaller in `aligned` than in `default`?
+
+# %%
+runs = json.loads((Path.cwd().parent / "results" / "three-seeds" / "results.json").read_text())["runs"]
+real = {name: [] for name in ("base", "default", "aligned", "gwc")}
+for run in runs:
+    if run["arm"] in real and run["stage2_lr"] == runs[0]["stage2_lr"]:
+        real[run["arm"]].append(run["stage1_rows"][0]["grad_norm_upstream"])
+with in_style():
+    figure, (panel,) = canvas(1, 1, 5.0, 3.0)
+    for x, (name, norms) in enumerate(real.items()):
+        panel.bar(x, np.mean(norms), color=ARM_COLOURS[name])
+        panel.plot([x] * len(norms), norms, "o", color=GREY, markersize=3)
+    panel.set(ylabel="gradient norm at the projector,\nfirst step", yscale="log", xticks=range(4), xticklabels=real)
+Picture(figure, "In real models the projector's gradient is as large with the small gain as with gain 1.")
+
+# %% [markdown]
+# **What to see.** No trap. `aligned` gets as large a gradient as `default`, or a larger one, though its gain is about a
+# tenth. The dots are the seeds. And `gwc` repairs what was not broken: its gradient is ten times too large.
+
+# %%
+first = {name: float(np.mean(norms)) for name, norms in real.items()}
+print({name: round(value, 1) for name, value in first.items()})
+assert 0.8 < first["aligned"] / first["default"] < 3
+start = next(r for r in runs if r["arm"] == "aligned")["interface_start"]["gain"]["mean"]
+assert 0.05 < start < 0.15
+assert math.isclose(first["gwc"] / first["aligned"], 1 / start, rel_tol=0.05)
+
+# %% [markdown]
+# That is our small model with its own gain, not LLaVA. But it is the premise of the paper's compensation, and here it
+# does not hold: measure it in your model before you believe it of your model.
+#
 # ## Does the optimiser notice?
 #
 # Stochastic gradient descent takes steps in proportion to the gradient. AdamW divides each gradient by its own recent
@@ -167,8 +208,19 @@ assert all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(faster, sgd[1], stri
 # %% [markdown]
 # The two runs agree step by step, as long as the gain itself does not train. Compensation is a learning rate for what
 # lies below the norm; that is worth having where all parameters share one rate and the optimiser does not adapt, and
-# nothing where it does (claims G1 to G3). It also makes gradients larger, so a clip that measures them after
-# compensation cuts everybody else's step; our training loop measures before.
+# nothing where it does (claims G1 and G2).
+#
+# There is one back door. Clipping looks at the norm of *all* gradients. Compensated ones are larger, so the clip bites,
+# and it bites everybody (claim G3). Say upstream holds a share of 0.0008 of the squared norm, and κ = 50.
+
+# %%
+effect = theory.clip_effect(0.0008, 50)
+quote("28.9", float(effect.upstream))
+quote("0.577", float(effect.rest))
+
+# %% [markdown]
+# Upstream steps grow by 28.9 and not by 50, and all others shrink to 0.577 of what they were. Two arms would then
+# differ in more than the arm. So our training loop measures norms before compensation.
 #
 # ## Exercises
 #

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from exercises import check
-from reader import GREY, Picture
+from reader import GREY, Picture, quote
 
 import minillava
 import theory
@@ -23,7 +23,7 @@ from minillava.data import Pool
 from minillava.experiment import encode
 from minillava.figures import plot_attention_maps
 from minillava.probe import attention_map, signal
-from minillava.style import ARM_COLOURS, ARM_MARKERS, canvas, in_style
+from minillava.style import ARM_COLOURS, ARM_MARKERS, MODALITY_COLOURS, MODALITY_MARKERS, canvas, in_style
 
 # %% [markdown]
 # ## Signal and noise
@@ -79,12 +79,56 @@ Picture(figure, "The cosine rises until the turn is 40 degrees, and at 80 it is 
 # %% [markdown]
 # **What to see.** Up to 40° more turning helps, beyond it harms, and from 80° on the token had better not moved at
 # all (dotted). Inertia protects a token from overshooting. "Slower is worse" is true on one side of the target only
-# (claims A1 to A5).
+# (claim A2).
 
 # %%
 assert np.isclose(np.degrees(turn[np.argmax(reached)]), 40)
 assert np.isclose(reached[80], np.cos(target))
 assert reached[100] < np.cos(target)
+
+# %% [markdown]
+# ## Many layers, with noise
+#
+# In a network a token takes many steps, and each of them points at the target only a little: a share $m$ of it, the
+# *drift*; the rest is noise. The paper assumes directions that are symmetric, which is $m = 0$. How well a token of
+# norm $n$ is aligned after 32 layers then has a formula (claim A3).
+#
+# **Predict.** Query and key start at a cosine of 0.3 to the target, with LLaVA's norms. With a drift of 0.2, which key
+# is better aligned in the end, one of norm 1.08 (as quiet as text) or one of 39.96? And with 0.02?
+
+# %%
+quiet, loud = 1.08, 39.96
+sizes = np.geomspace(0.3, 100, 120)
+
+
+def similarity_to_text(key, drift):
+    """Expected cosine of a text query and a key of this norm after 32 layers of updates of size 1."""
+    return theory.alignment(quiet, 1.0, 0.3, drift, 32) * theory.alignment(key, 1.0, 0.3, drift, 32)
+
+
+with in_style():
+    figure, panels = canvas(1, 2, 8.6, 3.0)
+    for panel, drift in zip(panels, (0.2, 0.02), strict=True):
+        panel.plot(sizes, similarity_to_text(sizes, drift), color=GREY)
+        for norm, name in ((quiet, "text"), (loud, "visual")):
+            style = {"color": MODALITY_COLOURS[name], "marker": MODALITY_MARKERS[name], "linestyle": ""}
+            panel.plot(norm, similarity_to_text(norm, drift), label=f"norm {norm}", **style)
+        panel.set(title=f"drift {drift}", xscale="log", xlabel="norm of the key", ylim=(0, None))
+    panels[0].set(ylabel="similarity to the text query")
+    panels[0].legend()
+Picture(figure, "With drift 0.2 the quiet key is more similar to the query; with drift 0.02 the loud one is.")
+
+# %% [markdown]
+# **What to see.** Left the paper is right: a quiet key ends at 0.587, a loud one at 0.330. Right it is wrong, 0.027
+# against 0.051: where the updates are mostly noise, it is better not to listen to them. What decides is the drift, and
+# the paper's assumption of symmetric directions is the case in which inertia always *helps* (claim A1).
+
+# %%
+quote("0.587", similarity_to_text(quiet, 0.2))
+quote("0.330", similarity_to_text(loud, 0.2))
+quote("0.027", similarity_to_text(quiet, 0.02))
+quote("0.051", similarity_to_text(loud, 0.02))
+assert [bool(theory.imbalance_hurts(loud, quiet, 1.0, 0.3, m, 32)) for m in (0.2, 0.02, 0.0)] == [True, False, False]
 
 # %% [markdown]
 # ## Measured
@@ -159,8 +203,8 @@ Picture(
 )
 
 # %% [markdown]
-# **What to see.** Both arms find the relevant tokens, in one layer. `aligned` puts more attention there. In `base`,
-# making the tokens louder or quieter changes nothing at all: they are so long that no update moves them, and
+# **What to see.** One seed. Both arms find the relevant tokens, in one layer. `aligned` puts more attention there. In
+# `base`, making the tokens louder or quieter changes nothing at all: they are so long that no update moves them, and
 # normalised keys do not know lengths. In `aligned` the loudness matters: there the tokens move, and were trained to
 # move by so much.
 
@@ -168,6 +212,12 @@ Picture(
 strongest = {arm: np.array(runs[arm]["signal"]["mass"]).max(axis=1) for arm in ("base", "aligned")}
 assert strongest["aligned"][2] > strongest["base"][2] > 2 * runs["base"]["signal"]["relevant_share"]
 assert np.ptp(strongest["base"]) < 0.05 < np.ptp(strongest["aligned"])
+for rate in sorted({run["stage2_lr"] for run in results["runs"]}):  # do the other seeds and rates say the same?
+    for seed in range(3):
+        pair = {run["arm"]: run for run in results["runs"] if (run["seed"], run["stage2_lr"]) == (seed, rate)}
+        most = {arm: np.array(pair[arm]["signal"]["mass"])[2].max() for arm in ("base", "aligned")}
+        print(f"rate {rate:g}, seed {seed}: base {most['base']:.2f}, aligned {most['aligned']:.2f}")
+        assert most["aligned"] > most["base"]
 
 # %% [markdown]
 # ## Do slow tokens stay behind in what they say?
