@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tutorials"))
 
 from exercises import EXERCISES, check, judge, solution
+
+from minillava.tokenizer import ASSISTANT, END, IGNORE
 
 MISTAKES = [(name, why) for name, exercise in EXERCISES.items() for why in exercise.mistakes]
 
@@ -53,6 +56,23 @@ def test_an_answer_that_crashes_or_gives_nothing_is_wrong(name):
     assert judge(name, lambda: 1.0) != ""
 
 
+def labels_by_search(ids):
+    """5.1, turn by turn instead of token by token; a tuple where a list was asked for will do."""
+    labels, start = [IGNORE] * len(ids), 0
+    while ASSISTANT in ids[start:]:
+        first = ids.index(ASSISTANT, start) + 1
+        start = ids.index(END, first) + 1
+        labels[first:start] = ids[first:start]
+    return tuple(labels)
+
+
+def paired_interval(a, b):
+    """7.1, as scipy has it."""
+    found = scipy.stats.ttest_rel(a, b)
+    interval = found.confidence_interval(0.95)
+    return [float(np.mean(a) - np.mean(b)), interval.low, interval.high]
+
+
 ANOTHER_WAY = {
     "0.1": lambda n, C, phi: abs(n + C * complex(math.cos(phi), math.sin(phi))),
     "0.2": 40,
@@ -66,6 +86,16 @@ ANOTHER_WAY = {
     "3.1": lambda n_v, n_t, C, r: ((n_v / C) ** 2 - (r * n_t / C) ** 2) / (r**2 - 1),
     "3.2": lambda C, phi: C / (2 * math.sin(phi - math.pi / 2)),
     "3.3": lambda n, C, layers: sum(math.atan(1 / math.sqrt((n / C) ** 2 + k)) for k in range(layers)),
+    "4.1": lambda patches, P: torch.nn.functional.fold(patches.mT, math.isqrt(patches.shape[1]) * P, P, stride=P),
+    "4.2": 2.8329,
+    "5.1": labels_by_search,
+    "5.2": 5 * 16 + 2 * 16,
+    "6.1": lambda table: float(np.mean([row.norm() for row in table if row.any()])) / math.sqrt(table.shape[1]),
+    "6.2": 50.3,
+    "7.1": paired_interval,
+    "8.1": lambda score, others, beta: torch.tensor([beta * score] + [0.0] * others, dtype=float).softmax(0)[0].item(),
+    "8.2": 2 * 40,
+    "10.1": lambda v, t: "gap" if v >= 1.5 * t else "no gap" if 1.5 * v > t else "reversed",
 }
 
 
