@@ -19,6 +19,7 @@ from minillava.checkpoint import CheckpointError, load_model
 from minillava.train import TrainConfig, TrainingError
 
 SHIPPED = Path(__file__).parent / "checkpoint"
+PRETRAINED = ("transformers", "gguf", "onnx", "timm")  # packages of the extra `pretrained`
 
 
 def default_device() -> str:
@@ -26,47 +27,58 @@ def default_device() -> str:
 
 
 def reproduce(
-    preset: Literal["quick", "paper", "tiny", "paper-slice"] = "quick",
+    preset: Literal["quick", "paper", "smol", "tiny", "paper-slice"] = "quick",
     seeds: int | None = None,
     arms: tuple[str, ...] = (),
     jobs: int | None = None,
     out: Path | None = None,
     device: str | None = None,
+    data: Path = Path("examples/clipart"),
     open_report: bool = False,
 ) -> int:
     """Train every arm of a preset, measure it, and write a report.
 
     Args:
-        preset: quick (two cores, minutes), paper (one GPU, hours), tiny and paper-slice (their code paths, seconds).
+        preset: quick (two cores, minutes), paper (one GPU, hours), smol (SmolLM2 and a ViT-S/14 on real pictures), tiny
+            and paper-slice (the code paths of quick and paper, seconds).
         seeds: How many seeds; three or more give paired differences with intervals.
         arms: Only these variants, by name.
         jobs: How many variants at a time; 2 on a CPU, 1 on a GPU.
         out: Where everything goes; runs/<preset> by default. A stopped run resumes from there.
         device: cpu or cuda.
+        data: For smol: a folder in LLaVA's format with train.json and heldout.json.
         open_report: Show the report in a browser at the end.
     """
     from minillava.presets import PRESETS, VARIANTS
     from minillava.report import summary_table, write_report
     from minillava.reproduce import reproduce as run
 
+    if seeds is not None and seeds < 1:
+        raise ValueError(f"--seeds {seeds}: at least 1 is needed")
+    device, console = device or default_device(), Console()
+    out = out or Path("runs") / preset
+    if preset == "smol":
+        from minillava import smol
+
+        results = smol.reproduce(data, out, arms, seeds or 1, device, console)
+        return finish(write_report(results, out, smol.SECTIONS), results, console, open_report)
     chosen = PRESETS[preset]()
     if seeds is not None:
-        if seeds < 1:
-            raise ValueError(f"--seeds {seeds}: at least 1 is needed")
         chosen = chosen.with_seeds(seeds)
     if arms:
         unknown = [name for name in arms if name not in VARIANTS]
         if unknown:
             raise ValueError(f"--arms {unknown[0]}: unknown; choose from {', '.join(VARIANTS)}")
         chosen = replace(chosen, variants=tuple(dict.fromkeys(arms)))
-    device = device or default_device()
-    out = out or Path("runs") / preset
     if jobs is None:
         jobs = 1 if device.startswith("cuda") else 2
-    console = Console()
     results = run(chosen, out, jobs, device, console)
     report = write_report(results, out)
     console.print(summary_table(results))
+    return finish(report, results, console, open_report)
+
+
+def finish(report: Path, results: dict, console: Console, open_report: bool) -> int:
     console.print(f"{results['seconds'] / 60:.1f} minutes, report: {report}")
     if open_report:
         webbrowser.open(report.resolve().as_uri())
@@ -249,6 +261,11 @@ def main() -> None:
         code: int = tyro.extras.subcommand_cli_from_dict(VERBS, prog="minillava", description=__doc__)
     except (CheckpointError, TrainingError, ValueError, OSError) as error:
         print(f"minillava: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 1
+    except ModuleNotFoundError as error:
+        if error.name not in PRETRAINED:
+            raise
+        print(f"minillava: this needs {error.name}: pip install 'minillava[pretrained]'", file=sys.stderr)
         code = 1
     except KeyboardInterrupt as interrupt:
         print(f"minillava: {interrupt or 'stopped'}; the same command resumes", file=sys.stderr)

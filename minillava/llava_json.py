@@ -66,8 +66,8 @@ def samples(file: Path) -> Iterator[tuple[Sample, list[Path]] | Problem]:
         path, name = file.name, name_of(record, number)
         try:
             sample, pictures = to_sample(record, name)
-            if name in seen:
-                raise ValueError("an earlier sample has the same id")
+            if name in seen:  # mixes of several sets do repeat ids; a message must still name one sample
+                sample.id = name = f"{name}, number {number}"
             seen.add(name)
             files = []
             for path in pictures:  # from here on, `path` is the file to blame

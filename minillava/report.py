@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +82,9 @@ class Report:
         self.table(columns, ([column(run) for column in columns.values()] for run in runs))
 
 
+Section = Callable[[Report, dict], None]
+
+
 def number(value: object) -> str:
     if value is None or value != value:  # a NaN is the only value that differs from itself
         return "–"
@@ -90,10 +93,10 @@ def number(value: object) -> str:
     return str(value)
 
 
-def write_report(results: dict, folder: Path) -> Path:
+def write_report(results: dict, folder: Path, sections: Sequence[Section] | None = None) -> Path:
     """Write `report.md`, `report.html` and `figures/` into a folder; returns the path of the HTML file."""
     report = Report(folder)
-    for section in SECTIONS:
+    for section in sections or SECTIONS:
         section(report, results)
     return report.write()
 
@@ -412,7 +415,7 @@ def readme_table(results: dict) -> str:
     return "\n".join(lines)
 
 
-SECTIONS: tuple[Callable[[Report, dict], None], ...] = (
+SECTIONS: tuple[Section, ...] = (
     opening,
     towers,
     interface,

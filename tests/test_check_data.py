@@ -137,13 +137,19 @@ def test_each_bad_sample_gives_one_line_and_its_neighbours_none(folder, sample, 
         ({"conversations": TEXT}, "#2", "'id' must be"),
         ({"id": True, "conversations": TEXT}, "#2", "'id' must be"),
         ({"id": 1.5, "conversations": TEXT}, "#2", "'id' must be"),
-        ({"id": "good", "conversations": TEXT}, "good", "same id"),
         ({"id": "a\nb\x1b[2J", "conversations": []}, "a\\nb\\x1b[2J", "no supervised token"),
     ],
 )
 def test_a_sample_without_a_usable_id_is_named_by_its_place(folder, sample, name, message):
     found = only(check(folder, GOOD, sample, LAST))
     assert found.id == name and found.path == "data.json" and message in found.message
+
+
+def test_a_repeated_id_is_no_fault_and_its_place_is_named(folder):
+    again = {"id": "good", "image": "gone.png", "conversations": GOOD["conversations"]}
+    found = only(check(folder, GOOD, again, LAST))
+    assert found.id == "good, number 2" and found.path == "gone.png"
+    assert not check(folder, GOOD, GOOD, LAST).problems
 
 
 def test_an_answer_that_the_tokenizer_cannot_say_is_named(folder):

@@ -7,6 +7,7 @@ against streams that are added up from branch outputs alone; that this is the st
 import csv
 import json
 import math
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -379,10 +380,10 @@ def test_an_unknown_family_says_what_to_name(load):
     del model.config.model_type
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
+def run(*arguments, cwd=ROOT) -> subprocess.CompletedProcess:
     environment = {"HF_HUB_OFFLINE": "1", "MINILLAVA_REFERENCE": "1", "PATH": ""}
     command = [sys.executable, "-m", "minillava", "probe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
 
 
 def test_bad_input_is_one_line(folders, tmp_path):
@@ -490,6 +491,24 @@ def test_a_survey_grows_by_rows_of_its_schema(load, tmp_path):
     with pytest.raises(ValueError, match="from a checkout"):
         survey.append(survey.row_of(result), tmp_path / "none.csv")
     assert all(f"`{column}`" in (ROOT / "docs" / "survey.md").read_text() for column in survey.COLUMNS)
+
+
+def test_the_command_appends_to_the_survey_of_its_checkout(folders, tmp_path):
+    checkout = tmp_path / "checkout"
+    (checkout / "docs").mkdir(parents=True)
+    for name in ("minillava", "theory"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "checkpoint"))
+    table = checkout / "docs" / "survey.csv"
+    shutil.copy(survey.TABLE, table)
+    before = table.read_text()
+    picture().save(tmp_path / "a.png")
+    done = run(
+        "--model", folders("llava"), "--image", tmp_path / "a.png", "--prompt", QUESTION, "--survey", cwd=checkout
+    )
+    assert done.returncode == 0, done.stderr
+    assert table.read_text().startswith(before)
+    (row,) = csv.DictReader([before.splitlines()[0], *table.read_text()[len(before) :].splitlines()])
+    assert row["model"] == str(folders("llava")) and row["source"] == "measured" and row["samples"] == "1"
 
 
 # Attention and interventions -----------------------------------------------------------------------------------------
