@@ -21,17 +21,21 @@ import torch
 import transformers
 from exercises import check
 from PIL import Image
-from reader import Picture
+from reader import Picture, quote
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import minillava
 from minillava import hf, hf_probe
+from minillava.checkpoint import load_model
+from minillava.finetune import finetune
 from minillava.hf_align import load_aligned, unalign
 from minillava.hf_page import plot_overlay
+from minillava.train import TrainConfig
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.manual_seed(0)
+torch.set_num_threads(1)  # the models are small: more threads would wait for each other
 place = tempfile.TemporaryDirectory()
 folder = Path(place.name)
 
@@ -164,7 +168,36 @@ assert torch.equal(before, model.state_dict()["model.multi_modal_projector.linea
 #     minillava train --data examples/clipart/train.json --stage 1 --out runs/clipart1
 #     minillava train --data examples/clipart/train.json --stage 2 --init runs/clipart1/model --out runs/clipart2
 #
-# Check the data first: it names each sample that training would stumble over. Here, with one sample spoilt:
+# Here are both stages for twenty steps each, from Python, starting with the towers of the shipped model.
+#
+# **Predict.** Who knows nothing and guesses evenly among the 239 pieces of this vocabulary has a loss of 5.48 nats. The
+# shipped model has learnt to speak, of coloured shapes only. Is its loss on held-out titles above or below that: as
+# it is, after stage 1, after stage 2?
+
+# %%
+clipart = Path.cwd().parent / "examples" / "clipart"
+model_folder, losses = Path(minillava.__file__).parent / "checkpoint", []
+for stage, rate in ((1, 1e-3), (2, 1e-3)):
+    result = finetune(
+        clipart / "train.json", model_folder, folder / f"stage{stage}", TrainConfig(steps=20, batch_size=16, lr=rate),
+        stage, validation=clipart / "heldout.json", show=False,
+    )  # fmt: skip
+    model_folder = folder / f"stage{stage}" / "model"
+    losses += [result["validation_before"], result["validation_after"]]
+    print(f"stage {stage}: held-out loss {losses[-2]:.2f} -> {losses[-1]:.2f}")
+
+# %% [markdown]
+# It starts far worse than knowing nothing: it is *sure*, of the wrong things. Stage 1 can only change what the language
+# model is shown, and brings it to about the level of the guesser. What is left to learn, spelling titles, lies in the
+# language model's own weights, and stage 2 reaches those. (The README says what more steps bring. Babble, still.)
+
+# %%
+even = math.log(load_model(model_folder)[0].lm.config.vocab_size)
+quote("5.48", even)
+assert losses[0] > even + 2 and abs(losses[1] - even) < 0.7 and losses[3] < even - 1
+
+# %% [markdown]
+# And check the data first: `check-data` names each sample that training would stumble over. With one sample spoilt:
 
 # %%
 data = folder / "data"
