@@ -54,7 +54,7 @@ class Smol:
     stage2: TrainConfig
     image_size: int = 224
     visual_tokens: int = 16
-    tested: int = 32  # held-out pictures that are measured
+    tested: int = 24  # held-out pictures that are measured
 
 
 def settings(device: str) -> Smol:
@@ -62,8 +62,8 @@ def settings(device: str) -> Smol:
     if device.startswith("cuda"):
         both = TrainConfig(steps=1500, batch_size=32, precision="bf16")
         return Smol(replace(both, lr=1e-3), replace(both, lr=2e-5), tested=50)
-    both = TrainConfig(steps=30, batch_size=8, log_every=5)
-    return Smol(replace(both, lr=1e-3), replace(both, lr=5e-5, steps=15))
+    both = TrainConfig(steps=20, batch_size=8, log_every=5)
+    return Smol(replace(both, lr=1e-3), replace(both, lr=5e-5, steps=10))
 
 
 # Towers and text ------------------------------------------------------------------------------------------------------
@@ -274,24 +274,26 @@ def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: b
     heldout = ChatPool(tested, parts.chat, sizes.visual_tokens, features=parts.heldout.features)  # type: ignore[arg-type]
     batch = heldout.take(range(len(tested)))
 
-    def measure() -> dict:
+    def measure(text: bool, pictures: bool) -> dict:
         assert heldout.features is not None
-        seen = {
-            "caption_loss": mean_loss(model, heldout, batch_size=16),
-            "interface": probe.interface_norms(model, batch),
-        }
-        seen["retrieval"] = retrieval(model, list(tested[:CHOICES]), parts.chat, heldout.features, sizes.visual_tokens)
-        seen |= {"perplexity": perplexity(model.lm, parts.chat), "choice": multiple_choice(model.lm, parts.chat)}
+        loss = mean_loss(model, heldout, batch_size=16)
+        seen = {"caption_loss": loss, "interface": probe.interface_norms(model, batch)}
+        if pictures:
+            choices = list(tested[:CHOICES])
+            seen["retrieval"] = retrieval(model, choices, parts.chat, heldout.features, sizes.visual_tokens)
+        if text:
+            seen |= {"perplexity": perplexity(model.lm, parts.chat), "choice": multiple_choice(model.lm, parts.chat)}
         return probe.plain(seen)
 
     model.eval()
-    at_start = measure()
+    at_start = measure(text=True, pictures=False)  # a fresh projector finds nothing
     stages = []
     for stage, settings_ in ((1, sizes.stage1), (2, sizes.stage2)):
         model.set_trainable(stage)
         label = f"{arm}, stage {stage}"
         rows = fit(model, next_token_loss, parts.train, replace(settings_, seed=seed), label=label, show=show)
-        stages.append({"rows": rows, "gain": gain_of(model)} | measure())
+        seen = measure(text=stage == 2, pictures=True)  # stage 1 does not touch the language model
+        stages.append({"rows": rows, "gain": gain_of(model)} | seen)
     trace = probe.trace(model, batch)
     first, last = stages
     return {
@@ -315,20 +317,27 @@ def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: b
 
 
 def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: str, console: Console) -> dict:
-    """Every arm and seed; writes `out/results.json` after each of them and returns what is in it."""
+    """Every arm and seed; writes `out/results.json` after each of them and returns what is in it. What an earlier call
+    with the same settings finished there is kept."""
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise ValueError(f"--arms {unknown[0]}: the preset smol has the arms {', '.join(ARMS)}")
     started, sizes = time.perf_counter(), settings(device)
-    parts = gather(data, sizes)
-    runs: list[dict] = []
+    preset = asdict(sizes) | {"name": "smol", "arms": list(arms or ARMS), "seeds": seeds}
     results: dict = {}
+    if (out / "results.json").is_file():
+        results = json.loads((out / "results.json").read_text())
+    runs: list[dict] = results["runs"] if results.get("preset") == preset else []
+    done = {(run["arm"], run["seed"]) for run in runs}
+    parts = gather(data, sizes)
     for seed in range(seeds):
         for arm in arms or ARMS:
+            if (arm, seed) in done:
+                continue
             runs.append(run_arm(parts, sizes, arm, seed, device))
             results = {
                 "format": 1,
-                "preset": asdict(sizes) | {"name": "smol", "arms": list(arms or ARMS), "seeds": seeds},
+                "preset": preset,
                 "machine": machine(device, 1),
                 "norms": parts.norms,
                 "runs": runs,
