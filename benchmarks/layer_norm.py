@@ -197,7 +197,8 @@ def plot(results: dict[tuple[str, int, int], dict[str, Cell]], path: Path) -> No
     import matplotlib.pyplot as plt
 
     dtypes = sorted({key[0] for key in results})
-    figure, axes = plt.subplots(1, len(dtypes), figsize=(6 * len(dtypes), 4), sharey=True, squeeze=False)
+    size = {"figsize": (6 * len(dtypes), 4.4), "layout": "constrained"}
+    figure, axes = plt.subplots(1, len(dtypes), sharey=True, squeeze=False, **size)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
         keys = [key for key in results if key[0] == dtype]
         for name in results[keys[0]]:
@@ -206,8 +207,7 @@ def plot(results: dict[tuple[str, int, int], dict[str, Cell]], path: Path) -> No
             axis.plot([a / b for a, b in zip(*times, strict=True)], "o-", label=name)
         axis.set_xticks(range(len(keys)), [f"{k[1]}×{k[2]}" for k in keys], rotation=30)
         axis.set(title=dtype, yscale="log", ylabel="forward + backward, ours = 1", xlabel="rows × D")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
