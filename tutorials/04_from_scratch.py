@@ -25,6 +25,7 @@ from minillava.vit import ViT, ViTConfig
 from minillava.world import WorldConfig, build_split, language_samples
 
 torch.manual_seed(0)
+torch.set_num_threads(1)  # the models are small: more threads would wait for each other
 world = WorldConfig(train_scenes=3000, eval_scenes=200)
 train, test = build_split(world, "train", 0), build_split(world, "test", 0)
 print(scenes.describe(test.cells[0]))

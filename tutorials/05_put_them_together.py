@@ -28,6 +28,7 @@ from minillava.style import MODALITY_COLOURS, MODALITY_LINES, canvas, in_style
 from minillava.tokenizer import ASSISTANT, END, IGNORE, IMAGE, USER, render
 from minillava.train import TrainConfig, fit
 
+torch.set_num_threads(1)
 shipped, tokenizer, notes = load_model(Path(minillava.__file__).parent / "checkpoint")
 settings = world.WorldConfig(**notes["world"] | {"train_scenes": 2000, "eval_scenes": 100})
 train, test = (world.build_split(settings, name, 0) for name in ("train", "test"))
@@ -157,6 +158,8 @@ for name in ("visual", "text"):
 
 
 sizes, norms = ([seen.data[name][key][0] for name in ("visual", "text")] for key in ("update", "norm"))
+angles = [np.degrees(seen.data[name]["angle"][0]) for name in ("visual", "text")]
+assert abs(angles[0] - angles[1]) < 15
 assert abs(np.log(sizes[0] / sizes[1])) < 0.5 * np.log(norms[0] / norms[1])
 
 # %% [markdown]
@@ -192,11 +195,12 @@ with in_style():
             panel.plot(which.data[name]["state_norm"][::2], label=f"{name}, {when}", **style)
     panel.set(xlabel="layers passed", ylabel="norm", yscale="log", xticks=range(config.lm.depth + 1))
     panel.legend()
-Picture(figure, "Stage 2 hardly changes the norms: visual tokens stay loud from the first layer to the last.")
+Picture(figure, "Stage 2 hardly changes the norms of visual tokens: they stay loud from the first layer to the last.")
 
 # %% [markdown]
-# **What to see.** The pale and the full lines nearly coincide. The model learns to answer better, and its visual tokens
-# stay as loud as they were: nobody pays for loudness, so nobody turns it down.
+# **What to see.** The two lines of the visual tokens nearly coincide; text grows a little faster than before. The model
+# learns to answer better, and its visual tokens stay as loud as they were: nobody pays for loudness, so nobody turns it
+# down.
 
 # %%
 assert right[1] > right[0]

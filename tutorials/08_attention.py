@@ -121,7 +121,7 @@ Picture(figure, "With drift 0.2 the quiet key is more similar to the query; with
 # %% [markdown]
 # **What to see.** Left the paper is right: a quiet key ends at 0.587, a loud one at 0.330. Right it is wrong, 0.027
 # against 0.051: where the updates are mostly noise, it is better not to listen to them. What decides is the drift, and
-# the paper's assumption of symmetric directions is the case in which inertia always *helps* (claim A1).
+# the paper's assumption of symmetric directions is the case in which inertia *helps* (claim A1).
 
 # %%
 quote("0.587", similarity_to_text(quiet, 0.2))
@@ -137,6 +137,7 @@ assert [bool(theory.imbalance_hurts(loud, quiet, 1.0, 0.3, m, 32)) for m in (0.2
 # shipped model (`aligned`) and ask about places.
 
 # %%
+torch.set_num_threads(1)
 model, tokenizer, notes = load_model(Path(minillava.__file__).parent / "checkpoint")
 settings = world.WorldConfig(**notes["world"] | {"train_scenes": 1, "eval_scenes": 100})
 test = world.build_split(settings, "test", 0)

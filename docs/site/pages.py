@@ -53,11 +53,11 @@ def without_outside_links(path: Path, kept: set[Path]) -> str:
 
 
 def write_report(target: Path) -> list[str]:
-    """The newest committed report with its figures, as a page of its own; nothing if there is none."""
+    """Every committed report with its figures, each a page of its own, named in the list; nothing if there is none."""
     found = sorted((ROOT / "results").glob("*/report.md"))
     for report in found:
         shutil.copytree(report.parent, target / "reports" / report.parent.name, ignore=shutil.ignore_patterns("*.html"))
-    return [f"reports/{report.parent.name}/report" for report in found]
+    return [f"The report: {report.parent.name} <reports/{report.parent.name}/report>" for report in found]
 
 
 # The ledger ----------------------------------------------------------------------------------------------------------
