@@ -16,7 +16,7 @@ from reader import Picture
 from minillava import scenes
 from minillava.data import Pool, normalize
 from minillava.evaluate import cell_accuracy
-from minillava.lm import LM, LMConfig, build_mask, build_positions, rotary_table, rotate
+from minillava.lm import LM, LMConfig, build_mask, build_positions
 from minillava.objectives import CellPool, CellReader, cell_loss, next_token_loss
 from minillava.style import MODALITY_COLOURS, canvas, in_style
 from minillava.tokenizer import Tokenizer
@@ -116,9 +116,9 @@ with in_style():
 Picture(figure, "The tokens of the trained tower are several times as long, and grow with depth.")
 
 # %% [markdown]
-# **What to see.** Each block adds, nothing subtracts: tokens grow with depth. Training lengthens the updates, so the
-# trained tower's tokens leave it several times as long as those of the untrained one. The loss never mentioned a
-# norm.
+# **What to see.** Each block adds, and no norm stands on the way: tokens grow with depth. Training lengthens the
+# updates, so the trained tower's tokens leave it several times as long as those of the untrained one. The loss never
+# mentioned a norm. (Growth is no law: an update that points backwards shortens a token, claim D1.)
 
 # %%
 assert named["colour"] > 0.9
@@ -137,26 +137,42 @@ pool = Pool(language_samples(world, 4000, 0), tokenizer, 16)
 batch = pool.take(range(200))
 
 
-def attend(x, layer, document_ids):
-    """Attention by hand: the update that it adds to the residual stream."""
+def rms(x, norm):
+    return x / (x.square().mean(dim=-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
+def turned(x, positions):
+    """Queries or keys (B, nh, T, hs): channels i and i + hs/2 are a complex number, which a position turns."""
+    half = x.shape[-1] // 2
+    speeds = 10_000.0 ** (-torch.arange(half) / half)  # radians for each position, from 1 down to nearly 0
+    angles = positions[:, None, :, None] * speeds  # (B, 1, T, hs/2)
+    spun = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([spun.real, spun.imag], dim=-1)
+
+
+def decoder_block(x, layer, document_ids):
+    """Attention that looks back only, then SwiGLU, where one half decides how much of the other half passes."""
     B, T, D = x.shape
-    part = layer.self_attn
-    x = layer.input_layernorm(x)
-    rotary = rotary_table(build_positions(document_ids), D // part.heads, 10_000.0)
-    q, k, v = (p(x).view(B, T, part.heads, -1).transpose(1, 2) for p in (part.q_proj, part.k_proj, part.v_proj))
-    scores = rotate(q, rotary) @ rotate(k, rotary).transpose(-1, -2) / q.shape[-1] ** 0.5
+    part, read = layer.self_attn, rms(x, layer.input_layernorm)
+    q, k, v = (p(read).view(B, T, part.heads, -1).transpose(1, 2) for p in (part.q_proj, part.k_proj, part.v_proj))
+    positions = build_positions(document_ids)
+    scores = turned(q, positions) @ turned(k, positions).transpose(-1, -2) / q.shape[-1] ** 0.5
     weights = scores.masked_fill(~build_mask(document_ids), -torch.inf).softmax(dim=-1)  # (B, nh, T, T)
-    return part.o_proj((weights @ v).transpose(1, 2).reshape(B, T, D))
+    x = x + part.o_proj((weights @ v).transpose(1, 2).reshape(B, T, D))
+    read = rms(x, layer.post_attention_layernorm)
+    return x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(read)) * layer.mlp.up_proj(read))
 
 
 with torch.no_grad():
-    embeds = lm.embed_tokens(batch.input_ids)
-    _, states = lm(embeds, batch.document_ids, return_states=True)
-    torch.testing.assert_close(embeds + attend(embeds, lm.layers[0], batch.document_ids), states["block0.attn"])
+    x = embeds = lm.embed_tokens(batch.input_ids)  # (B, T, D)
+    for layer in lm.layers:
+        x = decoder_block(x, layer, batch.document_ids)
+    logits = rms(x, lm.norm) @ lm.embed_tokens.weight.T  # the table that reads tokens also writes them
+    torch.testing.assert_close(logits, lm(embeds, batch.document_ids), rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# Equal again. Train it on questions about scenes that are told in words. (A few hundred steps more and it would
-# answer nearly all of them: `make demo` gives it those.)
+# Equal again, from embeddings to logits. Train it on questions about scenes that are told in words. (A few hundred
+# steps more and it would answer nearly all of them: `make demo` gives it those.)
 #
 # **Predict.** The embedding table starts with entries of size 0.02. With 64 of them, how long is a text token at the
 # input? And after training?
@@ -177,7 +193,7 @@ with in_style():
     panels[0].legend()
     sizes = {"visual": after[-2], "text": text_after[0]}
     panels[1].bar(list(sizes), list(sizes.values()), color=[MODALITY_COLOURS[name] for name in sizes])
-    panels[1].set(title="what leaves one tower,\nwhat enters the other", yscale="log", ylabel="norm")
+    panels[1].set(title="what leaves one tower,\nwhat enters the other", ylabel="norm")
 Picture(figure, "Text tokens start short and grow through the blocks; visual features are many times as long.")
 
 # %% [markdown]
