@@ -30,17 +30,17 @@ from minillava import probe, report, scenes
 from minillava.data import Batch, Pool, Sample
 from minillava.evaluate import mean_loss
 from minillava.experiment import cache_folder, memory_gb
-from minillava.llava import LLaVAConfig, MiniLLaVA, Projector
+from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.llava_json import load_pixels, read_folder
 from minillava.lm import LM
 from minillava.objectives import logits_of, next_token_loss
 from minillava.pretrained import find_file, lm_from_gguf, vit_from_dinov2
 from minillava.reproduce import machine
 from minillava.tokenizer import IGNORE, IMAGE_MARK
+from minillava.tower_norms import IMAGENET, tower_norms
 from minillava.train import TrainConfig, fit, gain_of
 from minillava.vit import ViT
 
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and std of the pixels that DINOv2 was trained on
 ARMS = ("base", "aligned", "gwc")
 CHOICES = 16  # captions among which a picture's own is to be found
 
@@ -187,34 +187,6 @@ def multiple_choice(lm: LM, chat: Chat) -> float:
     return float(np.mean(right))
 
 
-@torch.no_grad()
-def tower_norms(vision: ViT, lm: LM, pixels: Tensor) -> dict:
-    """RQ1 and RQ2 before any training: rows of the vocabulary, patches (uint8, (M, 3, S, S)) after every block of the
-    tower, and the features after fresh projectors of several kinds; means of L2 norms over tokens."""
-    width, D = vision.config.width, lm.config.width
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
-    features, states = vision((pixels / 255 - mean) / std, return_states=True)
-    patches = [state[:, 1:] for name, state in states.items() if name == "embedding" or name.endswith(".mlp")]
-    torch.manual_seed(0)
-    quiet = Projector(width, D)
-    for layer in (quiet.fc1, quiet.fc2):
-        torch.nn.init.normal_(layer.weight, std=0.02)
-        torch.nn.init.zeros_(layer.bias)
-    kinds = {
-        "linear": torch.nn.Linear(width, D),
-        "MLP (LLaVA-1.5)": Projector(width, D),
-        "MLP, weights of 0.02": quiet,
-        "LayerNorm, MLP": torch.nn.Sequential(torch.nn.LayerNorm(width), Projector(width, D)),
-    }
-    vocabulary = lm.embed_tokens.weight.norm(dim=-1)
-    return {
-        "vocabulary": {"mean": vocabulary.mean().item(), "std": vocabulary.std().item()},
-        "patches": [patch.norm(dim=-1).mean().item() for patch in patches],
-        "patches_normed": vision.norm(patches[-1]).norm(dim=-1).mean().item(),
-        "projected": {kind: projector(features).norm(dim=-1).mean().item() for kind, projector in kinds.items()},
-    }
-
-
 # One arm --------------------------------------------------------------------------------------------------------------
 
 
@@ -350,17 +322,16 @@ def opening(page: report.Report, results: dict) -> None:
 
 def towers(page: report.Report, results: dict) -> None:
     norms = results["norms"]
-    vocabulary, last = norms["vocabulary"], len(norms["patches"]) - 1
     page.text(
         "## The towers' own norms (RQ1), and fresh projectors (RQ2)",
-        f"Rows of the language model's embedding table: {vocabulary['mean']:.2f} (standard deviation "
-        f"{vocabulary['std']:.2f}). Patches after the vision tower's final norm: {norms['patches_normed']:.1f}; before "
-        "it, by block (features are taken after the last but one):",
+        f"Rows of the language model's embedding table: {norms['text']['mean']:.2f} (standard deviation "
+        f"{norms['text']['std']:.2f}). Patches after the vision tower's final norm: {norms['final']['mean']:.1f}; "
+        "before it, by block (features are taken after the last but one):",
     )
-    page.table([str(i) for i in range(last + 1)], [norms["patches"]])
-    page.text("The features after a fresh projector, against the embedding rows:")
-    rows = [(kind, norm, norm / vocabulary["mean"]) for kind, norm in norms["projected"].items()]
-    page.table(("projector", "norm", "/ vocabulary"), rows)
+    page.table([str(i) for i in range(len(norms["layers"]))], [[layer["mean"] for layer in norms["layers"]]])
+    page.text("The features after fresh projectors, against the embedding rows (`minillava norms` measures more):")
+    rows = [(kind, norm["mean"], norm["mean"] / norms["T"]) for kind, norm in norms["projected"]["penultimate"].items()]
+    page.table(("projector", "norm", "/ T"), rows)
 
 
 def measures(page: report.Report, results: dict) -> None:
@@ -374,7 +345,7 @@ def measures(page: report.Report, results: dict) -> None:
             run["arm"],
             str(run["seed"]),
             when,
-            *(seen[key] for key in ("caption_loss", "retrieval", "perplexity", "choice")),
+            *(seen.get(key) for key in ("caption_loss", "retrieval", "perplexity", "choice")),
         )
         for run in results["runs"]
         for when, seen in run["measures"].items()

@@ -22,10 +22,10 @@ from minillava.llava_json import FORMATS, load_pixels
 from minillava.lm import LM
 from minillava.norm_align import NormAlign, text_norm
 from minillava.pretrained import find_file, lm_from_gguf, lm_from_safetensors, vit_from_dinov2, vit_from_timm
-from minillava.smol import IMAGENET
 from minillava.vit import ViT
 
 Spread = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of pixels in [0, 1], by channel
+IMAGENET: Spread = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # those that DINOv2 was trained on
 
 
 class MergedLinear(nn.Module):

@@ -1,7 +1,6 @@
 """The preset smol on tiny towers with random weights: path, measures, report; real weights where they are."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.lm import LM, LMConfig
 from minillava.report import write_report
 from minillava.tokenizer import END, IGNORE, IMAGE, Tokenizer
+from minillava.tower_norms import IMAGENET, tower_norms
 from minillava.train import TrainConfig
 from minillava.vit import ViT, ViTConfig
 
@@ -46,13 +46,13 @@ def parts():
     lm = LM(LMConfig(len(TOKENIZER), width=16, depth=2, heads=2, kv_heads=1, hidden=24))
     captions = [f"northwest {colour} {shape} ." for colour in ("red", "blue") for shape in scenes.SHAPES]
     features = smol.look(vision, torch.randint(0, 255, (8, 3, 32, 32), dtype=torch.uint8), SIZES.visual_tokens)
-    norms = smol.tower_norms(vision, lm, torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8))
+    norms = tower_norms(vision, lm, torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8))
     return smol.Parts(vision, lm, WordChat(), pool(features, captions), pool(features, captions[:6]), norms)
 
 
 def test_a_picture_is_pooled_to_few_tokens(parts):
     pixels = torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in smol.IMAGENET)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
     patches = parts.vision((pixels / 255 - mean) / std)  # (3, 16, D), row by row
     windows = patches.reshape(3, 2, 2, 2, 2, 16).mean(dim=(2, 4)).reshape(3, 4, 16)
     torch.testing.assert_close(smol.look(parts.vision, pixels, 4), windows, rtol=1e-4, atol=1e-5)
@@ -129,14 +129,6 @@ def test_a_finished_arm_is_not_trained_again(parts, tmp_path, monkeypatch):
     assert smol.reproduce(tmp_path, tmp_path, ("base",), 1, "cpu", console)["runs"] == json.loads(
         json.dumps(first["runs"])
     )
-
-
-def test_norms_of_the_towers(parts):
-    norms = parts.norms
-    assert norms["vocabulary"]["mean"] == pytest.approx(parts.lm.embed_tokens.weight.norm(dim=1).mean().item())
-    assert len(norms["patches"]) == parts.vision.config.depth + 1
-    assert norms["patches_normed"] == pytest.approx(math.sqrt(parts.vision.config.width), rel=0.05)
-    assert norms["projected"]["MLP, weights of 0.02"] < norms["projected"]["MLP (LLaVA-1.5)"]
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
