@@ -21,6 +21,7 @@ from minillava.norm_align import NormAlign, text_norm
 from minillava.style import ARM_COLOURS, canvas, in_style
 
 torch.manual_seed(0)
+torch.set_num_threads(1)
 D = 96
 embeddings = 0.03 * torch.randn(400, D)  # a table of text embeddings
 embeddings[:20] = 0  # some never used
@@ -133,11 +134,11 @@ with in_style():
         panel.bar(x, np.mean(norms), color=ARM_COLOURS[name])
         panel.plot([x] * len(norms), norms, "o", color=GREY, markersize=3)
     panel.set(ylabel="gradient norm at the projector,\nfirst step", yscale="log", xticks=range(4), xticklabels=real)
-Picture(figure, "In real models the projector's gradient is as large with the small gain as with gain 1.")
+Picture(figure, "In our models the projector's gradient is as large with the small gain as with gain 1.")
 
 # %% [markdown]
 # **What to see.** No trap. `aligned` gets as large a gradient as `default`, or a larger one, though its gain is about a
-# tenth. The dots are the seeds. And `gwc` repairs what was not broken: its gradient is ten times too large.
+# tenth. The dots are the seeds. And `gwc` repairs what was not broken: its gradient is ten times as large.
 
 # %%
 first = {name: float(np.mean(norms)) for name, norms in real.items()}
