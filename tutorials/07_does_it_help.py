@@ -169,8 +169,8 @@ Picture(figure, "With Post-Norm blocks the gap is narrower in the first layer an
 
 # %% [markdown]
 # **What to see.** With Post-Norm blocks visual tokens turn about as much as text from the second layer on (in the
-# second even more). In the *first* layer a gap is left: they come in loud, and the first normalisation comes after the first
-# addition. So the control fits the claim, and not all the way: what Pre-Norm does is to carry the loudness on.
+# second even more). In the *first* layer a gap is left: they come in loud, and the first normalisation comes after the
+# first addition. So the control fits the claim, and not all the way: what Pre-Norm does is to carry the loudness on.
 
 # %%
 gap = {arm: cosines[arm, "visual"] - cosines[arm, "text"] for arm in ("base", "post-norm")}
