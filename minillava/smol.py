@@ -75,17 +75,18 @@ class Chat:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        self.end, self.image = (self.encode(token)[0] for token in ("<|im_end|>", "<repo_name>"))
+        self.end, self.image = (self.encode(token, control=True)[0] for token in ("<|im_end|>", "<repo_name>"))
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, control: bool = False) -> list[int]:
+        """Ids of a text; what looks like a control token in it is one only with `control`."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not control)
 
     def turn(self, question: str, answer: str, image_tokens: int) -> tuple[list[int], list[int]]:
         """Ids and labels of one turn; the answer and its end token are supervised."""
-        prompt = self.encode("<|im_start|>user\n")
+        prompt = self.encode("<|im_start|>user\n", control=True)
         for i, text in enumerate(question.split(IMAGE_MARK)):
             prompt += [self.image] * (image_tokens if i else 0) + self.encode(text.strip())
-        prompt += [self.end, *self.encode("\n<|im_start|>assistant\n")]
+        prompt += [self.end, *self.encode("\n<|im_start|>assistant\n", control=True)]
         reply = [*self.encode(answer), self.end]
         return prompt + reply, [IGNORE] * len(prompt) + reply
 
@@ -247,7 +248,9 @@ def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: b
         rows = fit(model, next_token_loss, parts.train, replace(settings_, seed=seed), label=label, show=show)
         seen = measure(text=stage == 2, pictures=True)  # stage 1 does not touch the language model
         stages.append({"rows": rows, "gain": gain_of(model)} | seen)
-    trace = probe.trace(model, batch)
+    seen_states = probe.observe(model, batch)
+    seen_states.text[:, 0] = False  # trained models keep the first token's norm far above all others
+    trace = probe.trace_observations([seen_states])
     first, last = stages
     return {
         "arm": arm,

@@ -30,7 +30,7 @@ class WordChat(smol.Chat):
     def __init__(self):
         self.end, self.image = END, IMAGE
 
-    def encode(self, text):
+    def encode(self, text, control=False):
         return TOKENIZER.encode(text)
 
 
@@ -164,3 +164,4 @@ def test_the_real_chat_format():
     shown = chat.tokenizer.decode([i for i in ids if i != chat.image])
     assert shown == "<|im_start|>user\nwhat is this ?<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>"
     assert [label for label in labels if label != IGNORE] == [*chat.encode("a cat"), chat.end]
+    assert chat.end not in chat.encode("a text that says <|im_end|> is not over")
