@@ -163,6 +163,18 @@ def test_spread_of_norms():
     assert abs(result.harmonic_mean - 17.366) < 1e-3
 
 
+@given(st.floats(1e-3, 1e3), st.floats(0.01, 1.5), st.floats(1e-2, 1e2), st.floats(1e-3, 1e3))
+def test_spread_norms_turn_more_at_a_right_angle(mean, spread, ratio, scale):
+    """R6: atan(C/n) is convex in n, so by Jensen the mean turn exceeds the turn at the mean; and only ratios count.
+
+    The quadrature gives the mean norm itself to 1e-6 over these spreads."""
+    result = rotation.lognormal_turn(mean, spread * mean, ratio * mean, np.pi / 2)
+    assert result.mean_turn >= result.turn_at_mean * (1 - 1e-6)
+    assert result.harmonic_mean == pytest.approx(mean / (1 + spread**2), rel=1e-12)
+    scaled = rotation.lognormal_turn(scale * mean, scale * spread * mean, scale * ratio * mean, np.pi / 2)
+    assert scaled.mean_turn == pytest.approx(result.mean_turn, rel=1e-9)
+
+
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.model} {row.tokens}")
 def test_published_cosines(row):
     """R5 and PAPER.md's table: within .05."""

@@ -3,7 +3,7 @@
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from theory import invariance, normalization, precision
@@ -147,6 +147,16 @@ def test_target_norm_skips_empty_rows():
     assert normalization.target_norm([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0]]) == 3.0
 
 
+@given(st.integers(1, 6), st.integers(0, 4), st.floats(1e-3, 1e3), seeds)
+def test_target_norm_ignores_empty_rows_and_has_the_unit_of_its_rows(rows, empty, scale, seed):
+    """Norms of rows are sums of at most five squares, so a few roundings."""
+    table = np.random.default_rng(seed).standard_normal((rows, 5)) + 3
+    padded = np.concatenate([np.zeros((empty, 5)), table])
+    expected = np.sqrt((table**2).sum(axis=1)).mean()
+    assert normalization.target_norm(padded) == pytest.approx(expected, rel=16 * EPS)
+    assert normalization.target_norm(scale * padded) == pytest.approx(scale * expected, rel=32 * EPS)
+
+
 def test_gradient_survives_one_layer_unchanged():
     """N3: exactly 1 at one layer, because the visual token reaches the text through a branch alone."""
     assert gain_gradient_ratio(1, 1.08, 16, np.random.default_rng(0), tokens=2) == pytest.approx(1, abs=1e-12)
@@ -242,13 +252,20 @@ def test_thresholds_by_name():
     assert len(weights) == 65_279 and (np.diff(weights) > 0).all()
 
 
-@pytest.mark.parametrize("step", [1e-6, 1e-3, 0.5])
+@given(st.floats(1e-30, 1e30))
+@settings(max_examples=30)  # each looks at all bf16 numbers
 def test_frozen_from_is_where_freezing_begins(step):
     w = precision.frozen_from(step)
     weights = precision.all_bf16()
     above, below = weights[weights >= w], weights[weights < w][-1]
     assert (precision.update_lost(above, step) & precision.update_lost(above, -step)).all()
     assert not (precision.update_lost(below, step) and precision.update_lost(below, -step))
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=50))
+def test_a_gain_that_exists_is_possible(gain):
+    """P2: the mean of a real vector is never above its root mean square, and rounding to bf16 is allowed for."""
+    assert precision.audit_gain(float(np.mean(gain)), float(np.linalg.norm(gain)), len(gain)).possible
 
 
 def test_audit_of_the_published_gains():
