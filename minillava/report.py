@@ -56,7 +56,8 @@ class Report:
         lines = [list(header)]
         lines.append(["---"] * len(lines[0]))
         lines += [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
-        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]  # |g| is no column
+        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in escaped))
 
     def figure(self, name: str, figure: Figure, says: str) -> None:
         (self.folder / "figures" / f"{name}.svg").write_text(style.svg(figure))

@@ -32,6 +32,17 @@ def test_names_exist(document):
             assert hasattr(importlib.import_module(module), attribute), f"{name} in {document.name}"
 
 
+REPORTS = sorted(ROOT.glob("results/*/report.md"))
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *REPORTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_rows_of_a_table_have_as_many_cells_as_its_header(document):
+    """Otherwise it is shown as text, bars and all. A bar inside a cell is written with a backslash."""
+    for table in re.findall(r"(?:^\|.*\n?)+", document.read_text(), flags=re.MULTILINE):
+        cells = [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()]
+        assert len(set(cells)) == 1, table.splitlines()[0]
+
+
 def commands() -> list[str]:
     """Every `minillava ...` and `python -m theory ...` line in the README's code blocks."""
     blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
