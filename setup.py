@@ -110,9 +110,10 @@ def extension_options() -> dict:
     cxx = ["-O3", "-g0", "-fvisibility=hidden", "-Wno-unknown-pragmas", *simd_flags()]
     if sys.platform == "linux":
         cxx.append("-fopenmp")  # for at::parallel_for; not linked, so that torch's own OpenMP is the only one
+    sources = ["autograd.cpp", "layer_norm_cpu.cpp"] + ([] if obstacle else ["layer_norm_cuda.cu"])
     extension = (CppExtension if obstacle else CUDAExtension)(
         "minillava._C",
-        ["minillava/csrc/layer_norm_cpu.cpp"] + ([] if obstacle else ["minillava/csrc/layer_norm_cuda.cu"]),
+        [f"minillava/csrc/{name}" for name in sources],
         extra_compile_args={"cxx": cxx, "nvcc": ["-O3"]},
         py_limited_api=True,
     )

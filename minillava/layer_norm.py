@@ -6,8 +6,8 @@
 
 The op has two names in PyTorch's dispatcher, `minillava::layer_norm` and `minillava::layer_norm_backward`. This file
 gives both their schema, their shapes for tracing, their gradient, and a reference in plain PyTorch for every device.
-`minillava/csrc` holds the same arithmetic as compiled kernels; where they were built (`make build`), loading them puts
-them in front of the reference, and nothing else changes.
+`minillava/csrc` holds the same arithmetic as compiled kernels, and the same gradient in C++; where they were built
+(`make build`), loading them puts them in front of the reference, and nothing else changes.
 
 Compensation: arXiv 2512.08374. Corrected two-pass variance: Chan, Golub, LeVeque (1983).
 """
@@ -129,6 +129,7 @@ def _save(ctx, inputs, output):
     x, weight, _bias, _eps, compensate = inputs
     _y, mean, rstd = output
     ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd)
     ctx.compensate = compensate
 
 
@@ -179,6 +180,7 @@ torch.library.impl("minillava::layer_norm", "default", _forward_reference)
 torch.library.impl("minillava::layer_norm_backward", "default", _backward_reference)
 torch.library.register_fake("minillava::layer_norm", _forward_shapes)
 torch.library.register_fake("minillava::layer_norm_backward", _backward_shapes)
-torch.library.register_autograd("minillava::layer_norm", _gradient, setup_context=_save)
-torch.library.register_autograd("minillava::layer_norm_backward", _gradient_of_gradient)
 _COMPILED, _COMPLAINT = _load_kernels()
+if not _COMPILED:  # the compiled library brings the same two gradients, from C++
+    torch.library.register_autograd("minillava::layer_norm", _gradient, setup_context=_save)
+    torch.library.register_autograd("minillava::layer_norm_backward", _gradient_of_gradient)

@@ -1,8 +1,8 @@
 // LayerNorm on the CPU: at::vec for the lanes, at::parallel_for for the cores.
 //
-// One row at a time, and everything a row needs stays in the first-level cache, so x is read from memory once in the
+// A few rows at a time, and everything they need stays in the first-level cache, so x is read from memory once in the
 // forward (2 moves an element, with y) and x and dy once in the backward (3 moves, with dx). 16-bit rows are
-// widened once, into a scratch row that stays in the cache; all arithmetic below is in fp32, or in fp64 when x is.
+// widened once, into scratch rows that stay in the cache; all arithmetic below is in fp32, or in fp64 when x is.
 //
 // The numbers do not depend on how many threads there are: a row is summed by one thread in a fixed order, and dg, db
 // are summed in pieces whose number follows from the shape alone.
@@ -48,7 +48,7 @@ struct Wide {
 
 constexpr double kGainFloor = 1e-3;         // the smallest mean|g| that compensation divides by
 constexpr int64_t kElementsAThread = 32768;  // under this much work a second thread costs more than it saves
-constexpr int64_t kElementsAPiece = 131072;  // backward: each piece costs two rows of partial sums besides
+constexpr int64_t kElementsAPiece = 65536;  // backward: each piece costs two rows of partial sums besides
 constexpr int64_t kMaxPieces = 64;           // and so there are never more than 2·64 of those
 
 // ---- One row -------------------------------------------------------------------------------------------------------
@@ -161,55 +161,70 @@ Statistics<A> statistics(const A* x, A mean, int64_t D, A eps) {
   return {mean, delta, 1 / std::sqrt(var + eps)};
 }
 
-// y of one row, which is read three times: a 16-bit row is widened the first time and kept in `scratch`.
+// The mean of one row as it rounds. A 16-bit row is widened on the way and kept in `scratch`.
 template <typename A, typename T>
-Statistics<A> forward_row(const T* x, const A* g, const A* b, A eps, T* y, A* scratch, int64_t D) {
-  constexpr bool kWiden = !std::is_same_v<A, T>;
-  const A sum = sum_columns<1, A>(D, [=](const auto& cols) {
-    const Wide<A> v = cols(x);
-    if constexpr (kWiden) cols.store(v, scratch);
-    return std::array{v};
-  })[0];
-  const A* row;
-  if constexpr (kWiden)
-    row = scratch;
-  else
-    row = x;
-  const Statistics<A> s = statistics<A>(row, sum / D, D, eps);
-  for_columns<A>(D, [=](const auto& cols) {
-    const Wide<A> xhat = (cols(row) - Wide<A>(s.mean) - Wide<A>(s.delta)) * Wide<A>(s.rstd);
-    cols.store(xhat * cols(g) + cols(b), y);
-  });
-  return s;
+A first_mean(const T* x, A* scratch, int64_t D) {
+  return sum_columns<1, A>(D, [=](const auto& cols) {
+           const Wide<A> v = cols(x);
+           if constexpr (!std::is_same_v<A, T>) cols.store(v, scratch);
+           return std::array{v};
+         })[0] / D;
 }
 
-// dx of one row, and this row's share of dg and db added to theirs. δ is found again, since a mean rounded to fp32 is
-// not exact enough to rebuild x̂. With δ known only after the pass, Σ w·x̂ comes from Σ w·d: Σ w·(d − δ) = Σ w·d − δ·Σ w.
+template <typename A, typename T>
+void write_row(const A* x, const Statistics<A>& s, const A* g, const A* b, T* y, int64_t D) {
+  for_columns<A>(D, [=](const auto& cols) {
+    const Wide<A> xhat = (cols(x) - Wide<A>(s.mean) - Wide<A>(s.delta)) * Wide<A>(s.rstd);
+    cols.store(xhat * cols(g) + cols(b), y);
+  });
+}
+
+template <typename A>
+struct BackwardSums {
+  A delta, mean_w, mean_wx;
+};
+
+// What dx of one row needs. δ is found again, since a mean rounded to fp32 is not exact enough to rebuild x̂; with δ
+// known only after the pass, Σ w·x̂ comes from Σ w·d: Σ w·(d − δ) = Σ w·d − δ·Σ w.
 // A 16-bit row is read once: d = x − mean and dy are kept, widened, in the two rows of `scratch`.
 template <typename A, typename T>
-void backward_row(const T* dy, const T* x, A mean, A rstd, const A* g, A scale, T* dx, A* dg, A* db, A* scratch,
-                  int64_t D) {
+BackwardSums<A> backward_sums(const T* dy, const T* x, A mean, A rstd, const A* g, A* scratch, int64_t D) {
   const auto [sum_d, sum_w, sum_wd] = sum_columns<3, A>(D, [=](const auto& cols) {
     const Wide<A> up = cols(dy), d = cols(x) - Wide<A>(mean), w = up * cols(g);
     if constexpr (!std::is_same_v<A, T>) cols.store(d, scratch), cols.store(up, scratch + D);
     return std::array{d, w, w * d};
   });
   const A delta = sum_d / D;
-  const A mean_w = sum_w / D, mean_wx = (sum_wd - delta * sum_w) * rstd / D;
+  return {delta, sum_w / D, (sum_wd - delta * sum_w) * rstd / D};
+}
+
+// dx of one row, and this row's share of dg and db added to theirs.
+template <typename A, typename T>
+void backward_row(const T* dy, const T* x, A mean, A rstd, const BackwardSums<A>& s, const A* g, A scale, T* dx, A* dg,
+                  A* db, const A* scratch, int64_t D) {
   for_columns<A>(D, [=](const auto& cols) {
     Wide<A> up, d;
     if constexpr (std::is_same_v<A, T>)
       up = cols(dy), d = cols(x) - Wide<A>(mean);
     else
       up = cols(scratch + D), d = cols(scratch);
-    const Wide<A> xhat = (d - Wide<A>(delta)) * Wide<A>(rstd);
-    cols.store((up * cols(g) - Wide<A>(mean_w) - xhat * Wide<A>(mean_wx)) * Wide<A>(rstd * scale), dx);
+    const Wide<A> xhat = (d - Wide<A>(s.delta)) * Wide<A>(rstd);
+    cols.store((up * cols(g) - Wide<A>(s.mean_w) - xhat * Wide<A>(s.mean_wx)) * Wide<A>(rstd * scale), dx);
     cols.store(up * xhat + cols(dg), dg);
     cols.store(up + cols(db), db);
   });
 }
 
 // ---- All rows ------------------------------------------------------------------------------------------------------
+
+// A row's sums have to be known before it can be written, and a short row is over before they are. So short rows go
+// through each pass a few at a time: the sums of one are finished while the next are added up.
+constexpr int64_t kRowsInFlight = 8, kElementsInFlight = 512;
+
+template <typename A, typename T>
+int64_t rows_in_flight(int64_t D) {
+  return std::is_same_v<A, T> ? 1 : std::clamp<int64_t>(kElementsInFlight / D, 1, kRowsInFlight);
+}
 
 // At least one, which without rows sums to zero.
 int64_t pieces(int64_t M, int64_t D) {
@@ -234,12 +249,25 @@ void forward_rows(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
   A *means = mean.mutable_data_ptr<A>(), *rstds = rstd.mutable_data_ptr<A>();
 
   at::parallel_for(0, M, std::max<int64_t>(1, kElementsAThread / D), [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(std::is_same_v<A, T> ? 0 : D);
-    for (int64_t m = begin; m < end; ++m) {
-      const Statistics<A> s =
-          forward_row(xs + m * D, g.data(), b.data(), static_cast<A>(eps), ys + m * D, scratch.data(), D);
-      means[m] = s.mean + s.delta;
-      rstds[m] = s.rstd;
+    constexpr bool kWiden = !std::is_same_v<A, T>;
+    const int64_t B = rows_in_flight<A, T>(D);
+    std::vector<A> scratch(kWiden ? B * D : 0);
+    std::array<Statistics<A>, kRowsInFlight> s;
+    for (int64_t first = begin; first < end; first += B) {
+      const int64_t n = std::min(B, end - first);
+      const T* block = xs + first * D;
+      const A* rows;
+      if constexpr (kWiden)
+        rows = scratch.data();
+      else
+        rows = block;
+      for (int64_t i = 0; i < n; ++i) s[i].mean = first_mean<A>(block + i * D, scratch.data() + i * D, D);
+      for (int64_t i = 0; i < n; ++i) s[i] = statistics(rows + i * D, s[i].mean, D, static_cast<A>(eps));
+      for (int64_t i = 0; i < n; ++i) {
+        write_row(rows + i * D, s[i], g.data(), b.data(), ys + (first + i) * D, D);
+        means[first + i] = s[i].mean + s[i].delta;
+        rstds[first + i] = s[i].rstd;
+      }
     }
   });
 }
@@ -277,12 +305,22 @@ void backward_rows(const Tensor& dy, const Tensor& x, const Tensor& mean, const 
 
   const std::unique_ptr<A[]> partial(new A[count * 2 * D]);  // (count, 2, D): each piece's dg, then its db
   at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
-    std::vector<A> scratch(std::is_same_v<A, T> ? 0 : 2 * D);
+    const int64_t B = rows_in_flight<A, T>(D), kept = std::is_same_v<A, T> ? 0 : 2 * D;
+    std::vector<A> scratch(B * kept);
+    std::array<BackwardSums<A>, kRowsInFlight> s;
     for (int64_t p = first; p < last; ++p) {
       A *dg_p = partial.get() + p * 2 * D, *db_p = dg_p + D;
       std::fill_n(dg_p, 2 * D, A(0));
-      for (int64_t m = p * M / count; m < (p + 1) * M / count; ++m)
-        backward_row(dys + m * D, xs + m * D, means[m], rstds[m], g.data(), scale, dxs + m * D, dg_p, db_p, scratch.data(), D);
+      const int64_t end = (p + 1) * M / count;
+      for (int64_t m = p * M / count; m < end; m += B) {
+        const int64_t n = std::min(B, end - m);
+        for (int64_t i = 0; i < n; ++i)
+          s[i] = backward_sums(dys + (m + i) * D, xs + (m + i) * D, means[m + i], rstds[m + i], g.data(),
+                               scratch.data() + i * kept, D);
+        for (int64_t i = 0; i < n; ++i)
+          backward_row(dys + (m + i) * D, xs + (m + i) * D, means[m + i], rstds[m + i], s[i], g.data(), scale,
+                       dxs + (m + i) * D, dg_p, db_p, scratch.data() + i * kept, D);
+      }
     }
   });
   sum_pieces(partial.get(), count, D, dg.mutable_data_ptr<P>(), db.mutable_data_ptr<P>());

@@ -272,6 +272,12 @@ def test_no_second_derivative():
         torch.autograd.grad(dx.sum(), x)
 
 
+def test_statistics_have_no_gradient():
+    x, weight, bias, _ = problem(3, 8)
+    y, mean, rstd = torch.ops.minillava.layer_norm(x.requires_grad_(), weight, bias, 1e-5, False)
+    assert y.requires_grad and not mean.requires_grad and not rstd.requires_grad
+
+
 def test_same_bits_again_and_with_any_number_of_threads():
     for dtype in (torch.float32, torch.bfloat16):
         args = problem(700, 384, dtype=dtype)
