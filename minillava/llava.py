@@ -207,7 +207,7 @@ class MiniLLaVA(nn.Module):
         }
         return f"stage {stage} trains " + ", ".join(f"{name} ({count:,})" for name, count in counts.items() if count)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self,
         input_ids: Tensor,
@@ -228,9 +228,7 @@ class MiniLLaVA(nn.Module):
         Raises ValueError for rows that end in padding, and as `embed` does.
         """
         B, T = input_ids.shape
-        if document_ids is None:
-            document_ids = torch.ones_like(input_ids)
-        if not bool(document_ids[:, -1].all()):
+        if document_ids is not None and not bool(document_ids[:, -1].all()):
             raise ValueError("a row ends in padding (document id 0), so it can't be continued: pad on the left")
         inputs_embeds = self.embed(input_ids, pixel_values, features)
         cache = KVCache(self.lm.config, B, T + max_new_tokens, inputs_embeds.device, inputs_embeds.dtype)
@@ -244,7 +242,8 @@ class MiniLLaVA(nn.Module):
             done |= token == end_token_id
             if bool(done.all()):
                 break
-            document_ids = torch.cat([document_ids, document_ids[:, -1:]], dim=1)
+            if document_ids is not None:
+                document_ids = torch.cat([document_ids, document_ids[:, -1:]], dim=1)
             inputs_embeds = self.lm.embed_tokens(token[:, None])  # (B, 1, D)
         rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(B)]
         return [row[: row.index(end_token_id)] if end_token_id in row else row for row in rows]

@@ -48,6 +48,19 @@ class RMSNorm(nn.Module):
         return self.weight * (x32 * rstd).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """x W^T, also for a single token on all cores: the CPU's matrix library multiplies one fp32 row on one of them, but
+    shares out a batch, so there the rows of W are taken as a batch of as many slabs as there are threads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slabs = torch.get_num_threads()
+        alone = x.shape[:-1] == (1, 1) and x.dtype == torch.float32 and x.device.type == "cpu"
+        if not alone or self.out_features % slabs:
+            return super().forward(x)
+        weight = self.weight.view(slabs, -1, self.in_features)
+        return torch.bmm(x.expand(slabs, 1, -1), weight.mT).view(1, 1, -1)
+
+
 def rotary_table(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (B, 1, T, hs) of the rotation of each pair of channels at each position (B, T)."""
     frequency = theta ** (-torch.arange(0, head_size, 2, device=positions.device).float() / head_size)  # (hs/2,)
@@ -90,18 +103,20 @@ class KVCache:
     """Keys and values of the tokens seen so far, in buffers allocated once."""
 
     def __init__(self, config: LMConfig, batch: int, capacity: int, device=None, dtype=None):
-        shape = (config.depth, 2, batch, config.kv_heads, capacity, config.width // config.heads)
-        self.buffer = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+        shape = (batch, config.kv_heads, capacity, config.width // config.heads)
+        self.keys, self.values = (
+            [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.depth)] for _ in range(2)
+        )
+        self.length, self.capacity = 0, capacity
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, kv, T, hs) after what is there; return everything up to and with it."""
-        end, capacity = self.length + k.shape[2], self.buffer.shape[4]
-        if end > capacity:
-            raise ValueError(f"the cache holds {capacity} tokens, and these would make {end}")
-        self.buffer[layer, 0, :, :, self.length : end] = k
-        self.buffer[layer, 1, :, :, self.length : end] = v
-        return self.buffer[layer, 0, :, :, :end], self.buffer[layer, 1, :, :, :end]
+        keys, values, end = self.keys[layer], self.values[layer], self.length + k.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, and these would make {end}")
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
 
 
 class Attention(nn.Module):
@@ -111,17 +126,17 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
         self.head_size = config.width // config.heads
-        self.q_proj = nn.Linear(config.width, config.heads * self.head_size, bias=False)
-        self.k_proj = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
-        self.v_proj = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
-        self.o_proj = nn.Linear(config.heads * self.head_size, config.width, bias=False)
+        self.q_proj = Linear(config.width, config.heads * self.head_size, bias=False)
+        self.k_proj = Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.v_proj = Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.o_proj = Linear(config.heads * self.head_size, config.width, bias=False)
 
-    def forward(self, x: Tensor, rotary, mask: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, rotary, mask: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, self.head_size).transpose(1, 2)  # (B, nh, T, hs)
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)  # (B, kv, T, hs)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)  # (B, kv, T, hs)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k = rotate(torch.cat([q, k], dim=1), rotary).split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, kv, S, hs)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, nh, T, hs)
@@ -133,9 +148,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LMConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.hidden, bias=False)
-        self.up_proj = nn.Linear(config.width, config.hidden, bias=False)
-        self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
+        self.gate_proj = Linear(config.width, config.hidden, bias=False)
+        self.up_proj = Linear(config.width, config.hidden, bias=False)
+        self.down_proj = Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -151,7 +166,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_states: Tensor, rotary, mask: Tensor, cache: KVCache | None = None):
+    def forward(self, hidden_states: Tensor, rotary, mask: Tensor | None, cache: KVCache | None = None):
         update, q, k = self.self_attn(self.input_layernorm(hidden_states), rotary, mask, cache)
         after_attn = hidden_states + update  # (B, T, D)
         after_mlp = after_attn + self.mlp(self.post_attention_layernorm(after_attn))  # (B, T, D)
@@ -161,7 +176,7 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """The control: normalise after every addition, so that no token can stay loud (same parameters, same cost)."""
 
-    def forward(self, hidden_states: Tensor, rotary, mask: Tensor, cache: KVCache | None = None):
+    def forward(self, hidden_states: Tensor, rotary, mask: Tensor | None, cache: KVCache | None = None):
         update, q, k = self.self_attn(hidden_states, rotary, mask, cache)
         after_attn = self.input_layernorm(hidden_states + update)  # (B, T, D)
         after_mlp = self.post_attention_layernorm(after_attn + self.mlp(after_attn))  # (B, T, D)
@@ -192,7 +207,7 @@ class LM(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.depth))
         self.norm = RMSNorm(config.width, config.eps)
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.width, config.vocab_size, bias=False)
         self.apply(self._init_weights)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -212,12 +227,16 @@ class LM(nn.Module):
     ):
         B, T, _ = inputs_embeds.shape
         seen = T if cache is None else cache.length + T
-        if document_ids is None:
-            document_ids = torch.ones(B, seen, dtype=torch.long, device=inputs_embeds.device)
-        if document_ids.shape != (B, seen):
-            raise ValueError(f"document_ids must be ({B}, {seen}), one for each token, got {tuple(document_ids.shape)}")
-        mask = build_mask(document_ids, queries=T)  # (B, 1, T, S)
-        positions = build_positions(document_ids)[:, -T:]  # (B, T)
+        if document_ids is None and T == 1:  # one more token of the only document: it sees all
+            mask, positions = None, torch.full((B, 1), seen - 1, device=inputs_embeds.device)
+        else:
+            if document_ids is None:
+                document_ids = torch.ones(B, seen, dtype=torch.long, device=inputs_embeds.device)
+            if document_ids.shape != (B, seen):
+                got = tuple(document_ids.shape)
+                raise ValueError(f"document_ids must be ({B}, {seen}), one for each token, got {got}")
+            mask = build_mask(document_ids, queries=T)  # (B, 1, T, S)
+            positions = build_positions(document_ids)[:, -T:]  # (B, T)
         rotary = rotary_table(positions, self.config.width // self.config.heads, self.config.rope_theta)
 
         hidden_states = inputs_embeds

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillava.lm import LM, KVCache, LMConfig, RMSNorm, build_mask, build_positions, rotary_table, rotate
+from minillava.lm import LM, KVCache, Linear, LMConfig, RMSNorm, build_mask, build_positions, rotary_table, rotate
 
 TINY = {"vocab_size": 40, "width": 24, "depth": 2, "heads": 3, "kv_heads": 1, "hidden": 32}
 # Two fp32 evaluations of one sum in another order: logits here are of size 1 to 10, a few hundred roundings of 6e-8.
@@ -125,18 +125,35 @@ def test_padding_is_never_a_nan_forward_or_backward():
 
 
 @settings(max_examples=25)
-@given(lengths, st.booleans(), st.booleans())
+@given(lengths, st.integers(1, 2), st.sampled_from(["padded", "one document", "unsaid"]), st.booleans())
 @torch.no_grad()
-def test_any_way_of_feeding_the_cache_gives_the_logits_of_one_pass(chunks, padded, post_norm):
+def test_any_way_of_feeding_the_cache_gives_the_logits_of_one_pass(chunks, B, documents, post_norm):
     lm, T = make_lm(post_norm=post_norm), sum(chunks)
-    x = draw(2, T, 24)
-    ids = torch.ones(2, T, dtype=torch.long)
-    ids[0, : T // 2] = 0 if padded else 1
-    cache, pieces, start = KVCache(lm.config, 2, T), [], 0
+    x = draw(B, T, 24)
+    ids = torch.ones(B, T, dtype=torch.long)
+    ids[0, : T // 2] = 0 if documents == "padded" else 1
+    cache, pieces, start = KVCache(lm.config, B, T), [], 0
     for n in chunks:
-        pieces.append(lm(x[:, start : start + n], ids[:, : start + n], cache))
         start += n
+        seen = None if documents == "unsaid" else ids[:, :start]
+        pieces.append(lm(x[:, start - n : start], seen, cache))
     torch.testing.assert_close(torch.cat(pieces, dim=1), lm(x, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 5])  # 5 does not divide 24
+def test_a_token_alone_is_multiplied_as_among_others(threads, dtype, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    layer, x = Linear(24, 24, bias=False).to(dtype), draw(1, 3, 24).to(dtype)
+    many, one = x.clone().requires_grad_(), x[:, 1:2].clone().requires_grad_()
+    whole, alone = layer(many), layer(one)
+    torch.testing.assert_close(alone, whole[:, 1:2], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    whole[:, 1].sum().backward()
+    expected = layer.weight.grad.clone()
+    layer.weight.grad = None
+    alone.sum().backward()
+    torch.testing.assert_close(one.grad, many.grad[:, 1:2])
+    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 # ---- the residual stream
