@@ -109,12 +109,16 @@ def load_model(path: Path, device: str = "cpu") -> tuple[MiniLLaVA, Tokenizer, d
     return model.to(device).eval(), tokenizer, config.get("notes", {})
 
 
-def save_state(run: Path, step: int, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save a training state as `run/step-NNNNNN` and then drop the older ones."""
+def save_state(run: Path, step: int, config: dict, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Save a training state as `run/step-NNNNNN` and then drop the older ones.
+
+    The last state of a training needs no optimizer (None), whose moments are two thirds of the bytes.
+    """
 
     def fill(folder: Path) -> None:
         safetensors.torch.save_model(model, str(folder / "model.safetensors"))
-        torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / "optimizer.pt")
+        moments = optimizer.state_dict() if optimizer else None
+        torch.save({"optimizer": moments, "rng": torch.get_rng_state()}, folder / "optimizer.pt")
         (folder / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, "config": config}))
 
     write_folder(run / f"step-{step:06d}", fill)
@@ -147,7 +151,8 @@ def load_state(run: Path, config: dict, model: nn.Module, optimizer: torch.optim
     try:
         safetensors.torch.load_model(model, str(newest / "model.safetensors"), strict=True)
         rest = torch.load(newest / "optimizer.pt", weights_only=True)
-        optimizer.load_state_dict(rest["optimizer"])
+        if rest["optimizer"] is not None:  # it is None where nothing is left to train
+            optimizer.load_state_dict(rest["optimizer"])
         torch.set_rng_state(rest["rng"])
         return int(state["step"])
     except Exception as error:  # whatever a damaged file makes of the libraries that read it

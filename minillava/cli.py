@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -258,16 +259,38 @@ def check_data(data: tyro.conf.Positional[Path], quick: bool = False, model: Pat
     return 1 if report.problems else 0
 
 
-def memory(preset: Literal["quick", "paper", "tiny", "paper-slice"] = "quick") -> int:
-    """Estimate the memory of each training of a preset, without running it."""
+def memory(
+    preset: Literal["quick", "paper", "tiny", "paper-slice"] = "quick", time: bool = False, device: str | None = None
+) -> int:
+    """Estimate the memory and the arithmetic of each training of a preset, without running it.
+
+    Args:
+        preset: The experiment.
+        time: Run a few steps of each training on this machine, and say how many hours all of them would take.
+        device: Where to time them: cpu or cuda.
+    """
+    from minillava.duration import time_steps, trainings
     from minillava.memory import estimate
     from minillava.presets import PRESETS
 
-    rows = estimate(PRESETS[preset]())
-    table = Table("training", *list(rows[0])[1:], title=f"GiB, preset {preset}")
+    chosen, console = PRESETS[preset](), Console()
+    rows, times = estimate(chosen), trainings(chosen)
+    table = Table("training", *list(rows[0])[1:-1], "times", "PFLOP", box=SIMPLE, title=f"GiB, preset {preset}")
     for row in rows:
-        table.add_row(row["training"], *(f"{value:.2f}" for value in list(row.values())[1:]))
-    Console().print(table)
+        gib, name = list(row.values())[1:-1], row["training"]
+        table.add_row(name, *(f"{x:.2f}" for x in gib), str(times[name]), f"{times[name] * row['pflop']:.3g}")
+    console.print(table)
+    console.print(f"{sum(times[row['training']] * row['pflop'] for row in rows):.3g} PFLOP in all")
+    if time:
+        device = device or default_device()
+        timed = time_steps(chosen, device)
+        machine = torch.cuda.get_device_name() if device.startswith("cuda") else device
+        table = Table(*timed[0], box=SIMPLE, title=f"seconds and hours on {machine}")
+        for row in timed:
+            table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        console.print(table)
+        console.print(f"{sum(row['hours'] for row in timed):.3g} hours of training, one after the other.")
+        console.print("Measuring comes on top, and further trainings where a grid of rates has to grow.")
     return 0
 
 

@@ -1,5 +1,6 @@
-"""How much memory a preset's trainings need, counted rather than guessed: the model runs on the meta device, which has
-shapes but no storage, while a hook adds up every tensor that autograd would keep for the backward pass."""
+"""How much memory and arithmetic a preset's trainings need, counted rather than guessed: the model runs on the meta
+device, which has shapes but no storage, while a hook adds up every tensor that autograd would keep for the backward
+pass, and PyTorch's counter the operations."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from minillava.data import Pool
 from minillava.experiment import cache_folder
@@ -43,7 +45,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor], bf16: bool) -> 
 
 def estimate(preset: Preset) -> list[dict]:
     """One row per training: `weights`, `gradients` with AdamW's two moments, `activations` of a micro-batch, `data`
-    (the pool that stays in memory), and `total`, all in GiB."""
+    (the pool that stays in memory), and `total`, all in GiB; and `pflop`, 10^15 operations of one such training."""
     tokenizer = world_tokenizer(cache_folder())
     few = replace(preset.world, train_scenes=60)
     N = preset.vision.num_patches
@@ -78,8 +80,12 @@ def row(name: str, model: nn.Module, forward: Callable, config: TrainConfig, dat
         "activations": saved_bytes(model, forward, config.precision == "bf16"),
         "data": data,
     }
+    with FlopCounterMode(display=False) as counter:
+        forward()
+    # The backward pass multiplies twice for each product of the forward pass, once where weights are frozen.
+    operations = counter.get_total_flops() * (3 if trains else 2) * config.accumulate * config.steps
     return (
         {"training": name}
         | {key: value / 2**30 for key, value in parts.items()}
-        | {"total": sum(parts.values()) / 2**30}
+        | {"total": sum(parts.values()) / 2**30, "pflop": operations / 1e15}
     )

@@ -156,6 +156,8 @@ def fit(
     settings = asdict(config) | (about or {})
     start = load_state(run, settings, model, optimizer) if run else 0
     log = MetricsLog(run, start)
+    if config.compile:  # each arm and stage is a graph of its own; past 8, PyTorch would quietly stop compiling
+        torch._dynamo.config.recompile_limit = 64
     forward: Any = torch.compile(model) if config.compile else model
     clock = Clock()
     model.train()
@@ -191,7 +193,7 @@ def fit(
             elif done % config.log_every == 0 or last or done == 1:
                 log.write(row | gain_of(model) | clock.read())
             if run and (done % config.save_every == 0 or last or interrupted):
-                save_state(run, done, settings, model, optimizer)
+                save_state(run, done, settings, model, None if last else optimizer)
             advance(total, clock.read()["tokens_per_second"])
             if interrupted:
                 raise KeyboardInterrupt(f"{label} stopped after step {done}")

@@ -276,6 +276,20 @@ def test_a_state_brings_back_weights_moments_and_chance(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_the_last_state_has_weights_and_no_moments(tmp_path):
+    model, optimizer = state(0)
+    save_state(tmp_path / "going on", 3, {}, model, optimizer)
+    save_state(tmp_path / "finished", 3, {}, model, None)
+    other, other_optimizer = state(1)
+    assert load_state(tmp_path / "finished", {}, other, other_optimizer) == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    size = {
+        name: (tmp_path / name / "step-000003" / "optimizer.pt").stat().st_size for name in ("going on", "finished")
+    }
+    moments = 2 * sum(p.numel() * 4 for p in model.parameters())
+    assert size["going on"] - size["finished"] >= moments
+
+
 def test_only_the_newest_state_stays_and_a_million_is_newer_than_what_came_before(tmp_path):
     model, optimizer = state(0)
     for step in (5, 999_999, 1_000_000):

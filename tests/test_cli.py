@@ -240,6 +240,15 @@ def test_memory_is_estimated_for_every_training(command, name):
         assert re.search(rf"{training}\s", out)
 
 
+def test_hours_are_timed_here(command):
+    code, out, err = command("memory", "--preset", "tiny", "--time", "--device", "cpu")
+    assert code == 0, err
+    hours = [float(value) for value in re.findall(r"(?:vision|language|stage \d) +\d+ +6 +\S+ +\S+ +(\S+)", out)]
+    assert len(hours) == 4 and min(hours) > 0
+    total = float(re.search(r"(\S+) hours of training", out)[1])
+    assert total == pytest.approx(sum(hours), rel=0.02)
+
+
 def test_the_estimate_is_what_autograd_keeps():
     """Counted without storage, against what a real training step of `tiny` keeps on this CPU: within a tenth."""
     preset = tiny()

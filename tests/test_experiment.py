@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import minillava
 from minillava import experiment
 from minillava.checkpoint import CheckpointError
+from minillava.duration import trainings
 from minillava.experiment import Run, content_key, load_world, preset_from_json, preset_to_json
 from minillava.presets import PRESETS, VARIANTS, Preset, paper_slice, tiny
 from minillava.reproduce import WIDENINGS, reproduce, search
@@ -91,6 +92,13 @@ def test_what_was_promised_is_there(results):
         assert [row["step"] for row in run["stage2_rows"] if "visual_accuracy" in row] == [2, 4]
         assert run["rates_chosen"] is False
     assert 0 < results["peak_memory_gb"] < 64 and results["seconds"] > sum(r["seconds"] for r in results["towers"])
+
+
+def test_trainings_are_counted(results, out):
+    times = trainings(TINY)
+    assert times["vision"] + times["language"] == len(results["towers"])
+    assert len(list(out.rglob("stage1-*"))) == times["stage 1"]  # with the stage 1 of base that `discrete` looks at
+    assert len(list(out.rglob("stage2-*"))) == times["stage 2"]
 
 
 def test_aligned_tokens_start_at_the_norm_of_text(results):
@@ -187,6 +195,14 @@ def test_rates_are_chosen_by_variant_and_seeds_have_their_own_towers(tmp_path):
     assert sorted((row["tower"], row["seed"]) for row in results["towers"]) == [
         (tower, seed) for tower in ("language", "vision") for seed in preset.seeds
     ]
+    grown = {
+        stage: sum(len(row[stage]["losses"]) - len(grid) for row in results["rates"].values())
+        for stage, grid in (("stage1", preset.stage1_lrs), ("stage2", preset.stage2_lrs))
+    }
+    times = trainings(preset)
+    assert len(list(tmp_path.glob("*/stage1-*"))) == times["stage 1"] + grown["stage1"]
+    assert len(list(tmp_path.glob("*/stage2-*"))) == times["stage 2"] + sum(grown.values())
+    assert times["vision"] + times["language"] == len(results["towers"])
     assert preset.select and preset.pretrain_seeds and paper_slice().vision == PRESETS["paper"]().vision
 
 

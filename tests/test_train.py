@@ -4,6 +4,7 @@ it must."""
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -398,6 +399,16 @@ def test_bf16_autocast_trains_fp32_weights():
     assert rows[0]["loss"] != exact[0]["loss"], "autocast was on"
     assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=2**-7), "within bf16's rounding"
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_it_takes_the_same_steps():
+    """Two models in one process, as the arms of an experiment are."""
+    for seed in (0, 1):
+        model, rows = run(None, config=replace(CONFIG, compile=True), seed=seed)
+        plain, expected = run(None, seed=seed)
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-3)
+        assert model.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_what_is_logged_and_when(tmp_path):
