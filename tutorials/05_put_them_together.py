@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from exercises import check
-from reader import Picture
+from reader import GREY, Picture
 
 import minillava
 from minillava import world
@@ -24,7 +24,7 @@ from minillava.experiment import encode
 from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.objectives import next_token_loss
 from minillava.probe import interface_norms, trace
-from minillava.style import MODALITY_COLOURS, MODALITY_LINES, canvas, in_style
+from minillava.style import MODALITY_COLOURS, MODALITY_LINES, MODALITY_MARKERS, canvas, in_style
 from minillava.tokenizer import ASSISTANT, END, IGNORE, IMAGE, USER, render
 from minillava.train import TrainConfig, fit
 
@@ -90,12 +90,14 @@ trained = interface_norms(model, batch)
 with in_style():
     figure, (panel,) = canvas(1, 1, 5.6, 3.0)
     for x, norms in enumerate((at_start, trained)):
-        for shift, name in ((-0.18, "visual"), (0.18, "text")):
-            label = name if x == 0 else None
-            panel.bar(x + shift, norms[name]["mean"], 0.34, color=MODALITY_COLOURS[name], label=label)
-        panel.text(x, norms["visual"]["mean"] * 1.3, f"{norms['ratio_text']:.0f} times", ha="center")
+        pair = [norms[name]["mean"] for name in ("text", "visual")]
+        panel.plot([x, x], pair, color=GREY, linewidth=1)
+        for name, size in zip(("text", "visual"), pair, strict=True):
+            style = {"color": MODALITY_COLOURS[name], "marker": MODALITY_MARKERS[name], "linestyle": ""}
+            panel.plot(x, size, label=name if x == 0 else None, **style)
+        panel.text(x + 0.05, np.sqrt(pair[0] * pair[1]), f"{norms['ratio_text']:.0f} times", va="center")
     panel.set(yscale="log", ylabel="norm at the LM's input", xticks=[0, 1], xticklabels=["before", "after stage 1"])
-    panel.set_ylim(top=trained["visual"]["mean"] * 4)
+    panel.set_xlim(-0.5, 1.5)
     panel.legend()
 Picture(figure, "Visual tokens are louder than text before stage 1 and much louder after it.")
 

@@ -18,7 +18,7 @@ from reader import GREY, Picture, quote
 import theory
 from minillava.llava import Projector
 from minillava.norm_align import NormAlign, text_norm
-from minillava.style import ARM_COLOURS, canvas, in_style
+from minillava.style import ARM_COLOURS, ARM_MARKERS, canvas, in_style
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -94,9 +94,10 @@ aligned, gwc = NormAlign.to_text(embeddings), NormAlign.to_text(embeddings, comp
 found = {"default": gradients(NormAlign(D)), "aligned": gradients(aligned), "gwc": gradients(gwc)}
 with in_style():
     figure, (panel,) = canvas(1, 1, 5.0, 3.0)
-    values = [grads[0].norm().item() for grads in found.values()]
-    panel.bar(list(found), values, color=[ARM_COLOURS[name] for name in found])
+    for name, grads in found.items():
+        panel.plot(name, grads[0].norm().item(), ARM_MARKERS[name], color=ARM_COLOURS[name], markersize=8)
     panel.set(ylabel="gradient norm at the projector", yscale="log")
+    panel.margins(x=0.3, y=0.3)
 Picture(figure, "With the small gain the gradient is thirty times smaller; compensation makes it what gain 1 gives.")
 
 # %% [markdown]
@@ -115,9 +116,9 @@ quote("0.030", g)
 # %% [markdown]
 # ## Is there a trap in a real model?
 #
-# Those bars rest on one word: the *same* gradient at the language model's input. A real one is not the same. After the
-# first branch the token is $g\hat{x} + \Delta(\hat{x})$: only the first part carries the gain, and the update reads a
-# normalised token, so a short token has *more* say over where it goes (claim N3).
+# Those points rest on one word: the *same* gradient at the language model's input. A real one is not the same. After
+# the first branch the token is $g\hat{x} + \Delta(\hat{x})$: only the first part carries the gain, and the update
+# reads a normalised token, so a short token has *more* say over where it goes (claim N3).
 #
 # **Predict.** Three seeds of a real stage 1, first step: the same projector, the same batch, an arm each. By what
 # factor is the projector's gradient smaller in `aligned` than in `default`?
@@ -131,14 +132,15 @@ for run in runs:
 with in_style():
     figure, (panel,) = canvas(1, 1, 5.0, 3.0)
     for x, (name, norms) in enumerate(real.items()):
-        panel.bar(x, np.mean(norms), color=ARM_COLOURS[name])
-        panel.plot([x] * len(norms), norms, "o", color=GREY, markersize=3)
+        panel.plot(x, np.mean(norms), ARM_MARKERS[name], color=ARM_COLOURS[name], markersize=8)
+        panel.plot([x + 0.15] * len(norms), norms, "o", color=GREY, markersize=3)
     panel.set(ylabel="gradient norm at the projector,\nfirst step", yscale="log", xticks=range(4), xticklabels=real)
+    panel.margins(x=0.2, y=0.3)
 Picture(figure, "In our models the projector's gradient is as large with the small gain as with gain 1.")
 
 # %% [markdown]
 # **What to see.** No trap. `aligned` gets as large a gradient as `default`, or a larger one, though its gain is about a
-# tenth. The dots are the seeds. And `gwc` repairs what was not broken: its gradient is ten times as large.
+# tenth. The small dots are the seeds. And `gwc` repairs what was not broken: its gradient is ten times as large.
 
 # %%
 first = {name: float(np.mean(norms)) for name, norms in real.items()}

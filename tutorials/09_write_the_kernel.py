@@ -75,9 +75,11 @@ bytes_moved = {
 with in_style():
     figure, (panel,) = canvas(1, 1, 6.4, 2.6)
     panel.barh(list(bytes_moved), list(bytes_moved.values()), color=["#B0B0B0"] * 3 + ["#009E73"])
+    for row, count in enumerate(bytes_moved.values()):
+        panel.text(count + 1, row, str(count), va="center")
     panel.axvline(2 * s, color=GREY, linestyle=":", label="the least there is: one read, one write")
     panel.invert_yaxis()
-    panel.set(xlabel="bytes moved for each number, at most", xscale="log", xlim=(2, 100))
+    panel.set(xlabel="bytes moved for each number, at most", xlim=(0, 70))
     panel.legend(loc="lower right")
 Picture(figure, "Bytes a number: 64 for a thread a row, 8 for a warp or block a row, 4 with the row in registers.")
 
