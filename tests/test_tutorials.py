@@ -39,6 +39,8 @@ def test_every_source_runs_and_its_assertions_hold(source):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    pictures = re.findall(r"^(.+\.svg): .", done.stdout, re.MULTILINE)
+    assert len(pictures) == source.read_text().count("Picture(") and all(Path(file).is_file() for file in pictures)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import html
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,24 @@ from minillava.style import MODALITY_COLOURS, svg
 
 DEGREES = 180 / np.pi
 GREY = "#555555"
+PICTURES = Path(__file__).resolve().parent / "pictures"
 EXPLORER = Path(__file__).resolve().parents[1] / "docs" / "explorer.html"
 
 
 class Picture:
-    """A figure that a notebook shows as vector graphics, and a screen reader as a sentence."""
+    """A figure that a notebook shows as vector graphics, and a screen reader as a sentence. Run as a script, a tutorial
+    writes its pictures into `tutorials/pictures` and says where."""
+
+    count = 0
 
     def __init__(self, figure: Figure, sentence: str):
         self.figure, self.sentence = figure, sentence
+        if not hasattr(builtins, "__IPYTHON__"):
+            Picture.count += 1
+            file = PICTURES / f"{Path(sys.argv[0]).stem}-{Picture.count}.svg"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(svg(figure), encoding="utf-8")
+            print(f"{file}: {sentence}")
 
     def _repr_svg_(self) -> str:
         label = html.escape(self.sentence, quote=True)
