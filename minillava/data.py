@@ -5,6 +5,7 @@ A batch is a pure function of (pool, seed, step): to resume a run, nothing of th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -68,7 +69,10 @@ def normalize(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Pool:
-    """Samples rendered into padded arrays, with the pictures (or the frozen tower's features) they refer to.
+    """Samples rendered once, end to end, with the pictures (or the frozen tower's features) they refer to.
+
+    `input_ids` and `labels` are flat int32: padded to the longest, real conversations would fill the memory with
+    padding. Row i has `lengths[i]` tokens from `starts[i]` on.
 
     Raises ValueError, naming the sample, when a conversation's `<image>` marks and images differ in number or when
     nothing in it is supervised.
@@ -84,14 +88,15 @@ class Pool:
     ):
         self.samples = samples
         self.pixels, self.features = pixels, features
-        rows = [self._render(sample, tokenizer, image_tokens) for sample in samples]
-        width = max((len(ids) for ids, _ in rows), default=1)
-        self.lengths = torch.tensor([len(ids) for ids, _ in rows])
-        self.input_ids = torch.full((len(rows), width), PAD)
-        self.labels = torch.full((len(rows), width), IGNORE)
-        for i, (ids, labels) in enumerate(rows):
-            self.input_ids[i, : len(ids)] = torch.tensor(ids)
-            self.labels[i, : len(ids)] = torch.tensor(labels)
+        flat_ids, flat_labels, lengths = array("i"), array("i"), []
+        for sample in samples:
+            ids, labels = self._render(sample, tokenizer, image_tokens)
+            flat_ids.extend(ids)
+            flat_labels.extend(labels)
+            lengths.append(len(ids))
+        self.input_ids, self.labels = (torch.from_numpy(np.array(flat, np.int32)) for flat in (flat_ids, flat_labels))
+        self.lengths = torch.tensor(lengths, dtype=torch.long)
+        self.starts = self.lengths.cumsum(0) - self.lengths
 
     @staticmethod
     def _render(sample: Sample, tokenizer: Tokenizer, image_tokens: int) -> tuple[list[int], list[int]]:
@@ -109,9 +114,11 @@ class Pool:
     def take(self, indices: Sequence[int] | range | np.ndarray) -> Batch:
         """The batch of these rows, as short as its longest row."""
         rows = torch.as_tensor(np.asarray(indices))
-        T = int(self.lengths[rows].max())
-        document_ids = (torch.arange(T) < self.lengths[rows][:, None]).long()  # (B, T)
-        batch = Batch(self.input_ids[rows, :T], self.labels[rows, :T], document_ids)
+        order = torch.arange(int(self.lengths[rows].max()))  # (T,)
+        real = order < self.lengths[rows][:, None]  # (B, T)
+        at = (self.starts[rows][:, None] + order).where(real, 0)
+        input_ids, labels = self.input_ids[at].where(real, PAD), self.labels[at].where(real, IGNORE)
+        batch = Batch(input_ids.long(), labels.long(), real.long())
         batch.sample_ids = [self.samples[i].id for i in indices]
         images = torch.tensor([image for i in indices for image in self.samples[i].images], dtype=torch.long)
         if self.features is not None:

@@ -51,8 +51,8 @@ def estimate(preset: Preset) -> list[dict]:
     N = preset.vision.num_patches
     split = build_split(few, "train", 0)
     length = {
-        "language": Pool(language_samples(few, 60, 0), tokenizer, N).input_ids.shape[1],
-        "stage 2": Pool(instruction_samples(few, split, 0), tokenizer, N).input_ids.shape[1],
+        "language": int(Pool(language_samples(few, 60, 0), tokenizer, N).lengths.max()),
+        "stage 2": int(Pool(instruction_samples(few, split, 0), tokenizer, N).lengths.max()),
     }
     length["stage 1"] = length["stage 2"]
     pixels = preset.world.train_scenes * split.pixels[0].nbytes
@@ -67,7 +67,7 @@ def estimate(preset: Preset) -> list[dict]:
         for name, config in trainings.items():
             lm.requires_grad_(name != "stage 1")  # a frozen layer keeps less: only what the gradient to its input needs
             embeds = torch.empty(config.batch_size, length[name], preset.lm.width, requires_grad=True)
-            data = pixels + features if name != "language" else preset.language_samples * length[name] * 16
+            data = pixels + features if name != "language" else preset.language_samples * length[name] * 8
             rows.append(row(name, lm, lambda embeds=embeds: lm(embeds), config, data, trains=name != "stage 1"))
     return rows
 

@@ -134,6 +134,14 @@ def test_a_pool_of_nothing_says_so_when_it_is_asked_for_a_batch():
         POOL.batch(0, 0, 0)
 
 
+def test_one_long_conversation_does_not_pad_all_others():
+    short = Sample("short", [("a", "b")])
+    long = Sample("long", [("a " * 500, "b")])
+    pool = Pool([short] * 1000 + [long], TOKENIZER, 4)
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in (pool.input_ids, pool.labels))
+    assert stored == 8 * int(pool.lengths.sum()) < 1001 * int(pool.lengths.max())
+
+
 def test_every_row_teaches_at_least_an_end():
-    for labels, sample in zip(POOL.labels, SAMPLES, strict=True):
+    for labels, sample in zip(POOL.labels.split(POOL.lengths.tolist()), SAMPLES, strict=True):
         assert (labels == END).sum() == len(sample.turns)

@@ -184,8 +184,7 @@ def test_no_conversation_keeps_its_own_picture(n):
 
 def test_a_model_that_looks_loses_its_answers(model):
     pool = questions()
-    pool.samples, rows = pool.samples[:25], slice(25)
-    pool.input_ids, pool.labels, pool.lengths = pool.input_ids[rows], pool.labels[rows], pool.lengths[rows]
+    pool.samples = pool.samples[:25]
     blank = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     scores = [accuracy(model, pool, image, blank)["all"]["asked"] for image in ("true", "blank", "wrong")]
     assert scores == [75, 75, 75]
