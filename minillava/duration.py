@@ -48,11 +48,8 @@ def time_steps(preset: Preset, device: str, steps: int = 5) -> list[dict]:
     if steps < 1:
         raise ValueError(f"at least one step has to be timed, got {steps}")
     small = replace(preset.world, train_scenes=2 * preset.stage2.batch_size)
-    tokenizer, N, split = (
-        world_tokenizer(cache_folder()),
-        preset.vision.num_patches,
-        world.build_split(small, "train", 0),
-    )
+    split = world.build_split(small, "train", 0)
+    tokenizer, N = world_tokenizer(cache_folder()), preset.vision.num_patches
     reader = CellReader(ViT(preset.vision), preset.world.grid).to(device)
     lm = LM(replace(preset.lm, vocab_size=len(tokenizer))).to(device)
     features = encode(reader.vision, split.pixels)
