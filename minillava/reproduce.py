@@ -87,11 +87,16 @@ def reproduce(preset: Preset, out: Path, jobs: int = 2, device: str = "cpu", con
         "resumed": resumed,
         "peak_memory_gb": peak_memory(runs, jobs),
     }
+    save_results(results, out)
+    return results
+
+
+def save_results(results: dict, out: Path) -> None:
+    """Write `out/results.json`: a kill leaves the old file or the new one."""
     out.mkdir(parents=True, exist_ok=True)
     partial = out / ".results.json.partial"
     partial.write_text(json.dumps(results))
     partial.replace(out / "results.json")
-    return results
 
 
 class Workers:

@@ -35,7 +35,7 @@ from minillava.llava_json import load_pixels, read_folder
 from minillava.lm import LM
 from minillava.objectives import logits_of, next_token_loss
 from minillava.pretrained import find_file, lm_from_gguf, vit_from_dinov2
-from minillava.reproduce import machine
+from minillava.reproduce import machine, save_results
 from minillava.tokenizer import IGNORE, IMAGE_MARK
 from minillava.tower_norms import IMAGENET, tower_norms
 from minillava.train import TrainConfig, fit, gain_of
@@ -300,10 +300,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
                 "seconds": time.perf_counter() - started,
                 "peak_memory_gb": memory_gb(),
             }
-            out.mkdir(parents=True, exist_ok=True)
-            partial = out / ".results.json.partial"
-            partial.write_text(json.dumps(results))
-            partial.replace(out / "results.json")
+            save_results(results, out)
             loss = runs[-1]["measures"]["after stage 2"]["caption_loss"]
             console.print(f"{arm}, seed {seed}: held-out caption loss {loss:.3f}, {runs[-1]['seconds']:.0f} s")
     return results
