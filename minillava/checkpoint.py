@@ -94,7 +94,7 @@ def load_model(path: Path, device: str = "cpu") -> tuple[MiniLLaVA, Tokenizer, d
         raise CheckpointError(f"{path / 'config.json'}: format {config.get('format')}, this version reads {FORMAT}")
     try:
         tokenizer = Tokenizer.load(path / "tokenizer.model")
-        weights = safetensors.torch.load_file(path / "model.safetensors", device=device)
+        weights = safetensors.torch.load_file(path / "model.safetensors")
         model = MiniLLaVA(LLaVAConfig.from_dict(config["model"]))
         if model.config.lm.tie_embeddings:
             weights["lm.lm_head.weight"] = weights.get("lm.embed_tokens.weight", torch.empty(0))

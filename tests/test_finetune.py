@@ -54,13 +54,16 @@ def data(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("folder") / "pictures")
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
+def write_start(folder: Path) -> Path:
     torch.manual_seed(0)
     model = MiniLLaVA(LLaVAConfig(ViTConfig(width=16, depth=2, heads=2), SIZES, "aligned", visual_words=8))
-    folder = tmp_path_factory.mktemp("models") / "start"
     save_model(folder, model, TOKENIZER)
     return folder
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    return write_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ against streams that are added up from branch outputs alone; that this is the st
 """
 
 import csv
+import functools
 import json
 import math
 import shutil
@@ -170,25 +171,24 @@ def picture(seed=0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (40, 30, 3), dtype=np.uint8))
 
 
+def write_family(family: str, path: Path) -> Path:
+    """A folder with a tiny model of a family, every weight random, and its processor."""
+    torch.manual_seed(0)
+    model, processor = BUILD[family]()
+    with torch.no_grad():  # as they are initialised, some are zero and norms are 1: mistakes would not show
+        for name, weight in model.named_parameters():
+            gain = "norm" in name and weight.dim() == 1 and "bias" not in name
+            weight.uniform_(0.5, 2) if gain else weight.normal_(std=0.15)
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A function from a family to a folder that holds a tiny model of it, every weight random, and its processor."""
+    """A function from a family to its folder."""
     root = tmp_path_factory.mktemp("models")
-
-    def folder(family: str) -> Path:
-        path = root / family
-        if not path.exists():
-            torch.manual_seed(0)
-            model, processor = BUILD[family]()
-            with torch.no_grad():  # as they are initialised, some are zero and norms are 1: mistakes would not show
-                for name, weight in model.named_parameters():
-                    gain = "norm" in name and weight.dim() == 1 and "bias" not in name
-                    weight.uniform_(0.5, 2) if gain else weight.normal_(std=0.15)
-            model.save_pretrained(path)
-            processor.save_pretrained(path)
-        return path
-
-    return folder
+    return functools.cache(lambda family: write_family(family, root / family))
 
 
 @pytest.fixture

@@ -39,8 +39,7 @@ def pool(features, captions):
     return smol.ChatPool(samples, WordChat(), SIZES.visual_tokens, features=features)
 
 
-@pytest.fixture
-def parts():
+def make_parts() -> smol.Parts:
     torch.manual_seed(0)
     vision = ViT(ViTConfig(32, 8, width=16, depth=2, heads=2, class_token=True)).requires_grad_(False)
     lm = LM(LMConfig(len(TOKENIZER), width=16, depth=2, heads=2, kv_heads=1, hidden=24))
@@ -48,6 +47,11 @@ def parts():
     features = smol.look(vision, torch.randint(0, 255, (8, 3, 32, 32), dtype=torch.uint8), SIZES.visual_tokens)
     norms = tower_norms(vision, lm, torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8))
     return smol.Parts(vision, lm, WordChat(), pool(features, captions), pool(features, captions[:6]), norms)
+
+
+@pytest.fixture
+def parts() -> smol.Parts:
+    return make_parts()
 
 
 def test_a_picture_is_pooled_to_few_tokens(parts):
