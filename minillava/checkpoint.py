@@ -11,6 +11,7 @@ weights, the optimiser and the random state, so that a resumed run ends in the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -157,6 +158,14 @@ def load_state(run: Path, config: dict, model: nn.Module, optimizer: torch.optim
         return int(state["step"])
     except Exception as error:  # whatever a damaged file makes of the libraries that read it
         raise CheckpointError(f"{newest}: cannot resume from it: {_reason(error)}") from error
+
+
+def fingerprint(*tensors: torch.Tensor) -> str:
+    """A short hash of the bits of tensors: what a resumed run compares."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _reason(error: Exception) -> str:

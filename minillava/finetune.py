@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from minillava.checkpoint import load_model, save_model
+from minillava.checkpoint import fingerprint, load_model, save_model
 from minillava.data import Pool, normalize
 from minillava.evaluate import mean_loss
 from minillava.llava import LLaVAConfig, MiniLLaVA
@@ -94,11 +93,3 @@ def finetune(
     if watched is not None:
         result |= {"validation_before": before, "validation_after": mean_loss(model, watched)}
     return result
-
-
-def fingerprint(*tensors: torch.Tensor) -> str:
-    """A short hash of the bits of tensors: what a resumed run compares."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:12]

@@ -11,9 +11,11 @@ On a CPU this is a smoke run: it shows that the path works on real weights, and 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
+import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minillava import probe, report, scenes
+from minillava.checkpoint import fingerprint
 from minillava.data import Batch, Pool, Sample
 from minillava.evaluate import mean_loss
 from minillava.experiment import cache_folder, memory_gb
@@ -202,6 +205,12 @@ class Parts:
     heldout: ChatPool
     norms: dict  # of `tower_norms`, on held-out pictures
 
+    @functools.cached_property
+    def key(self) -> str:
+        """Stands for towers, pictures and text: what a stopped experiment must find unchanged to go on."""
+        pools = (tensor for p in (self.train, self.heldout) for tensor in (p.input_ids, p.labels, p.features))
+        return fingerprint(*(tensor for tensor in pools if tensor is not None), *self.lm.state_dict().values())
+
 
 def gather(data: Path, sizes: Smol) -> Parts:
     """Towers, pictures and text. ValueError names what is missing and how to get it."""
@@ -218,8 +227,8 @@ def gather(data: Path, sizes: Smol) -> Parts:
     return Parts(vision, lm, chat, pools[0], pools[1], norms)
 
 
-def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: bool = True) -> dict:
-    """Both stages of one arm, measured before, between and after."""
+def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, folder: Path, device: str, show: bool = True) -> dict:
+    """Both stages of one arm, measured before, between and after; a stopped one goes on from what is in `folder`."""
     started = time.perf_counter()
     torch.manual_seed(seed)
     config = LLaVAConfig(parts.vision.config, parts.lm.config, arm, parts.chat.image)
@@ -244,8 +253,10 @@ def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: b
     stages = []
     for stage, settings_ in ((1, sizes.stage1), (2, sizes.stage2)):
         model.set_trainable(stage)
-        label = f"{arm}, stage {stage}"
-        rows = fit(model, next_token_loss, parts.train, replace(settings_, seed=seed), label=label, show=show)
+        label, run = f"{arm}, stage {stage}", folder / f"stage{stage}"
+        about = {"arm": arm, "stage": stage, "parts": parts.key}
+        plan = replace(settings_, seed=seed)
+        rows = fit(model, next_token_loss, parts.train, plan, run, label=label, show=show, about=about)
         seen = measure(text=stage == 2, pictures=True)  # stage 1 does not touch the language model
         stages.append({"rows": rows, "gain": gain_of(model)} | seen)
     seen_states = probe.observe(model, batch)
@@ -273,24 +284,30 @@ def run_arm(parts: Parts, sizes: Smol, arm: str, seed: int, device: str, show: b
 
 
 def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: str, console: Console) -> dict:
-    """Every arm and seed; writes `out/results.json` after each of them and returns what is in it. What an earlier call
-    with the same settings finished there is kept."""
+    """Every arm and seed; writes `out/results.json` after each of them and returns what is in it. What earlier calls
+    finished there is kept, and what they began goes on.
+
+    Raises ValueError for an unknown arm, and if `out` holds another experiment.
+    """
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise ValueError(f"--arms {unknown[0]}: the preset smol has the arms {', '.join(ARMS)}")
     started, sizes = time.perf_counter(), settings(device)
-    preset = asdict(sizes) | {"name": "smol", "arms": list(arms or ARMS), "seeds": seeds}
-    results: dict = {}
+    parts = gather(data, sizes)
+    preset = asdict(sizes) | {"name": "smol", "parts": parts.key}
+    results: dict = {"preset": preset, "runs": []}
     if (out / "results.json").is_file():
         results = json.loads((out / "results.json").read_text())
-    runs: list[dict] = results["runs"] if results.get("preset") == preset else []
+    if results["preset"] != preset:
+        raise ValueError(f"--out {out}: results.json there is of other data or settings; name another folder")
+    runs: list[dict] = results["runs"]
     done = {(run["arm"], run["seed"]) for run in runs}
-    parts = gather(data, sizes)
     for seed in range(seeds):
         for arm in arms or ARMS:
             if (arm, seed) in done:
                 continue
-            runs.append(run_arm(parts, sizes, arm, seed, device))
+            folder = out / f"{arm}-seed{seed}"
+            runs.append(run_arm(parts, sizes, arm, seed, folder, device))
             results = {
                 "format": 1,
                 "preset": preset,
@@ -301,6 +318,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
                 "peak_memory_gb": memory_gb(),
             }
             save_results(results, out)
+            shutil.rmtree(folder)  # gigabytes, and all that is said of the arm is in the results
             loss = runs[-1]["measures"]["after stage 2"]["caption_loss"]
             console.print(f"{arm}, seed {seed}: held-out caption loss {loss:.3f}, {runs[-1]['seconds']:.0f} s")
     return results

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from minillava import scenes
-from minillava.checkpoint import CheckpointError, load_model, save_model
+from minillava.checkpoint import CheckpointError, fingerprint, load_model, save_model
 from minillava.evaluate import mean_loss
-from minillava.finetune import finetune, fingerprint, folder_pool
+from minillava.finetune import finetune, folder_pool
 from minillava.generate import answer
 from minillava.llava import ARMS, LLaVAConfig, MiniLLaVA
 from minillava.lm import LMConfig

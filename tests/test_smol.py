@@ -1,6 +1,7 @@
 """The preset smol on tiny towers with random weights: path, measures, report; real weights where they are."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def test_retrieval_of_a_model_that_sees_nothing_is_at_chance(parts):
 
 def test_an_arm_is_trained_and_measured_and_leaves_the_towers_alone(parts, tmp_path):
     before = parts.lm.state_dict()["embed_tokens.weight"].clone()
-    runs = [smol.run_arm(parts, SIZES, arm, 0, "cpu", show=False) for arm in smol.ARMS]
+    runs = [smol.run_arm(parts, SIZES, arm, 0, tmp_path / arm, "cpu", show=False) for arm in smol.ARMS]
     assert torch.equal(parts.lm.embed_tokens.weight, before)
     for run in runs:
         assert list(run["measures"]) == ["at start", "after stage 1", "after stage 2"]
@@ -117,7 +118,7 @@ def test_an_arm_is_trained_and_measured_and_leaves_the_towers_alone(parts, tmp_p
         assert second["caption_loss"] < start["caption_loss"]
     assert runs[1]["interface_start"]["ratio_vocabulary"] == pytest.approx(1, abs=0.02)
 
-    preset = {"name": "smol", "arms": list(smol.ARMS), "seeds": 1}
+    preset = {"name": "smol"}
     about = {"preset": preset, "machine": {"device": "cpu"}, "norms": parts.norms}
     results = about | {"runs": runs, "seconds": 1.0, "peak_memory_gb": 1.0}
     page = write_report(json.loads(json.dumps(results)), tmp_path, smol.SECTIONS)
@@ -125,14 +126,61 @@ def test_an_arm_is_trained_and_measured_and_leaves_the_towers_alone(parts, tmp_p
     assert "supports no conclusion" in text and "4 samples an arm" in text and page.is_file()
 
 
-def test_a_finished_arm_is_not_trained_again(parts, tmp_path, monkeypatch):
+@pytest.fixture
+def reproduce(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(smol, "gather", lambda data, sizes: parts)
     monkeypatch.setattr(smol, "settings", lambda device: SIZES)
-    console = Console(quiet=True)
-    first = smol.reproduce(tmp_path, tmp_path, ("base",), 1, "cpu", console)
-    assert smol.reproduce(tmp_path, tmp_path, ("base",), 1, "cpu", console)["runs"] == json.loads(
-        json.dumps(first["runs"])
-    )
+    return lambda *arms: smol.reproduce(tmp_path, tmp_path, arms, 1, "cpu", Console(quiet=True))
+
+
+def without_times(run: dict) -> dict:
+    rows = {key: [row | {"seconds": 0, "tokens_per_second": 0} for row in run[key]] for key in run if "_rows" in key}
+    return json.loads(json.dumps(run | rows | {"seconds": 0}))
+
+
+def test_a_finished_arm_is_not_trained_again(reproduce, tmp_path):
+    (first,) = reproduce("base")["runs"]
+    both = reproduce("base", "gwc")["runs"]
+    assert both[0] == json.loads(json.dumps(first)) and both[1]["arm"] == "gwc"
+    assert json.loads(json.dumps(reproduce("gwc")["runs"])) == json.loads(
+        json.dumps(both)
+    )  # what was there stays there
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("last", ["1", "2"])
+def test_a_stopped_arm_goes_on(parts, reproduce, tmp_path, monkeypatch, last):
+    """Stopped after a stage it ends as one that never was."""
+    whole = without_times(smol.run_arm(parts, SIZES, "gwc", 0, tmp_path / "whole", "cpu", show=False))
+    shutil.rmtree(tmp_path / "whole")
+    trained, fit = [], smol.fit
+
+    def stopping(*args, **options):
+        trained.append(options["label"])
+        rows = fit(*args, **options)
+        if options["label"].endswith(last):
+            raise KeyboardInterrupt
+        return rows
+
+    monkeypatch.setattr(smol, "fit", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("gwc")
+    monkeypatch.setattr(smol, "fit", fit)
+    assert trained and (tmp_path / "gwc-seed0" / f"stage{last}").is_dir()
+    step = torch.optim.AdamW.step
+    steps = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (steps.append(1), step(self, *args))[1])
+    (again,) = reproduce("gwc")["runs"]
+    assert len(steps) == (SIZES.stage2.steps if last == "1" else 0)
+    assert without_times(again) == whole
+
+
+def test_another_experiment_is_not_written_over(parts, reproduce):
+    reproduce("base")
+    parts.lm.norm.weight.data *= 2
+    del parts.key
+    with pytest.raises(ValueError, match=r"results\.json there is of other data or settings; name another folder"):
+        reproduce("base")
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
