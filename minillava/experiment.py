@@ -20,7 +20,9 @@ from torch import Tensor
 
 from minillava import data as batches
 from minillava import layer_norm, llava, lm, norm_align, objectives, probe, scenes, tokenizer, train, vit, world
+from minillava.attention import attention_map, attention_mass, signal
 from minillava.checkpoint import save_model
+from minillava.content import content_probe, visual_states
 from minillava.data import Batch, Pool, normalize
 from minillava.evaluate import accuracy, cell_accuracy, mean_loss
 from minillava.llava import LLaVAConfig, MiniLLaVA
@@ -292,7 +294,7 @@ def measure(run: Run, model: MiniLLaVA, rows: list[dict]) -> dict:
         "cosine_text": traced.data["text"]["layer_cosine"].tolist(),
         "trace": traced.to_dict(),
         "interface_end": run.look(model),
-        "attention_mass": probe.plain(probe.attention_mass(model, batch)),
+        "attention_mass": probe.plain(attention_mass(model, batch)),
         "gain_end": gain_of(model),
         "stage2_rows": rows,
     } | attention_measures(run, model)
@@ -310,7 +312,7 @@ def attention_measures(run: Run, model: MiniLLaVA) -> dict:
     asked = np.array([next(i for i, n in enumerate(names) if f"at {n} ?" in s.turns[0][0]) for s in samples])
     batch = run.pool("test", samples).take(range(len(samples)))
     relevant = torch.from_numpy(place[None, :] == asked[:, None])  # (B, N)
-    content = torch.from_numpy(cells[: len(samples)][:, place])  # (B, N): what each visual token should know
+    told = torch.from_numpy(cells[: len(samples)][:, place])  # (B, N): what each visual token should know
     shown = run.pool("test", samples[:4]).take(range(4))
     assert shown.features is not None
     answers = []
@@ -318,9 +320,9 @@ def attention_measures(run: Run, model: MiniLLaVA) -> dict:
         ids, _ = render(run.data.tokenizer, [(sample.turns[0][0], None)], len(features))
         answers += model.generate(torch.tensor([ids], device=run.device), END, features=features[None])
     return {
-        "signal": probe.plain(probe.signal(model, batch, relevant)),
-        "content": probe.plain(probe.content_probe(probe.visual_states(model, batch), content)),
-        "maps": probe.attention_map(model, shown)["maps"].tolist(),
+        "signal": probe.plain(signal(model, batch, relevant)),
+        "content": probe.plain(content_probe(visual_states(model, batch), told)),
+        "maps": attention_map(model, shown)["maps"].tolist(),
         "map_questions": [s.turns[0] for s in samples[:4]],
         "map_answers": [run.data.tokenizer.decode(ids) for ids in answers],
     }

@@ -221,8 +221,8 @@ def plot_attention_maps(
 ) -> Figure:
     """Where the answer looks: one row per sample, its picture and then one map per layer.
 
-    maps: (B, L, side, side) from `probe.attention_map`; pictures: uint8 (B, 3, S, S); captions: one line for each, for
-    example question, answer and truth; `layers` chooses some (from 0). One colour scale for all.
+    maps: (B, L, side, side) from `attention_map`; pictures: uint8 (B, 3, S, S); captions: one line for each, say
+    question, answer and truth; `layers` chooses some (from 0). One colour scale for all.
     """
     layers = range(maps.shape[1]) if layers is None else layers
     B, columns = len(maps), len(layers) + 1

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from minillava import figures
+from minillava.page import Page
 from minillava.probe import Trace, plain
-from minillava.report import Report
 from minillava.style import MODALITY_COLOURS, canvas, in_style, modality_style
 
 PLACES = {
@@ -130,34 +130,34 @@ def save(result: dict[str, Any], out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     stored = plain(result | {"trace": asdict(result["trace"])})
     (out / "probe.json").write_text(json.dumps(stored, indent=1))
-    report, trace = Report(out), result["trace"]
-    report.text(f"# Probe of {result['model']}", f"**{result['verdict']['kind']}.** {result['verdict']['words']}")
+    page, trace = Page(out), result["trace"]
+    page.text(f"# Probe of {result['model']}", f"**{result['verdict']['kind']}.** {result['verdict']['words']}")
     tokens = " and ".join(f"{count} {name}" for name, count in trace.tokens.items())
-    report.text(f"{result['samples']} sample(s), {tokens} tokens (a prompt's first token is left out).")
-    report.text("## Norms at the interface")
-    report.table(("where", "mean norm", "± std", "harmonic mean"), interface_rows(result))
+    page.text(f"{result['samples']} sample(s), {tokens} tokens (a prompt's first token is left out).")
+    page.text("## Norms at the interface")
+    page.table(("where", "mean norm", "± std", "harmonic mean"), interface_rows(result))
     gain = result["gain"]
-    report.text(
+    page.text(
         f"Alignment would start from the gain T/√D = {gain['T']:.4g}/√{gain['width']} = {gain['gain']:.4g}.",
         "## Layer by layer",
     )
     says = "Norm, turn and cosine through the layers; dotted: what theory says, told less and less."
-    report.figure("overlay", plot_overlay(result), says)
+    page.figure("overlay", plot_overlay(result), says)
     says = "Measured turn of each step against theory: told everything, told means, told means that both share."
-    report.figure("predictions", figures.plot_predictions(trace), says)
+    page.figure("predictions", figures.plot_predictions(trace), says)
     says = "Update sizes C and angles φ: are they the same for both modalities, as the paper assumes (A1, A2)?"
-    report.figure("steps", figures.plot_steps(trace), says)
-    report.figure("cosines", figures.plot_cosines({"model": trace}), "Cosine to the layer's input, layer by layer.")
-    report.text("## The assumption audit: share of the turning that theory explains")
-    report.table(("tokens", "turned", "exact", "means", "shared C, φ"), audit_rows(result))
+    page.figure("steps", figures.plot_steps(trace), says)
+    page.figure("cosines", figures.plot_cosines({"model": trace}), "Cosine to the layer's input, layer by layer.")
+    page.text("## The assumption audit: share of the turning that theory explains")
+    page.table(("tokens", "turned", "exact", "means", "shared C, φ"), audit_rows(result))
     met = result["meeting"]
     measured = "not within the model" if met["measured"] is None else f"{met['measured']} layers"
-    report.text(f"Norms within ten percent: measured {measured}, predicted {met['predicted']:.1f} layers (D2).")
+    page.text(f"Norms within ten percent: measured {measured}, predicted {met['predicted']:.1f} layers (D2).")
     for title, header, rows in extra_tables(result):
-        report.text(f"## {title}")
-        report.table(header, rows)
+        page.text(f"## {title}")
+        page.table(header, rows)
     if result.get("attention", {}).get("map") is not None:
         maps = np.asarray(result["attention"]["map"])
         layers = sorted({round(i) for i in np.linspace(0, len(maps) - 1, 5)})
-        report.figure("map", plot_map(maps, layers), "Where the last token of the first prompt looks.")
-    return report.write()
+        page.figure("map", plot_map(maps, layers), "Where the last token of the first prompt looks.")
+    return page.write()

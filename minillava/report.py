@@ -1,23 +1,21 @@
-"""The report of an experiment: Markdown with its figures beside it, and the same as one self-contained HTML file.
+"""The report of an experiment, section by section.
 
 Everything in it is computed from `results.json`; no sentence is there that the numbers did not write.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from markdown_it import MarkdownIt
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from minillava import curves, figures, style
+from minillava import curves, figures
 from minillava.compare import MEASURES, average, paired, rate_label, summary
 from minillava.experiment import preset_from_json
+from minillava.page import Page, number
 from minillava.probe import Trace
 from minillava.world import build_split
 
@@ -30,76 +28,21 @@ PAPER_TABLE = [  # PAPER.md, Llama-3.2-3B and Qwen2.5-7B: no norm, norm without 
     ("Qwen2.5-7B, norm and GWC", 69.41, 71.74),
 ]
 
-CSS = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2.6rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: right } th { border-bottom-color: #888 }
-th:first-child, td:first-child { text-align: left; white-space: nowrap }
-img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
-code { background: #f3f3f3; padding: .1rem .3rem; border-radius: 3px }
-"""
-
-
-class Report:
-    """Markdown text that grows section by section, with figures saved beside it."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.parts: list[str] = []
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
-
-    def text(self, *paragraphs: str) -> None:
-        self.parts += paragraphs
-
-    def table(self, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-        lines = [list(header)]
-        lines.append(["---"] * len(lines[0]))
-        lines += [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
-        escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]  # |g| is no column
-        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in escaped))
-
-    def figure(self, name: str, figure: Figure, says: str) -> None:
-        (self.folder / "figures" / f"{name}.svg").write_text(style.svg(figure))
-        self.parts.append(f"![{says}](figures/{name}.svg)\n\n*{says}*")
-
-    def write(self) -> Path:
-        markdown = "\n\n".join(self.parts) + "\n"
-        (self.folder / "report.md").write_text(markdown)
-        html = MarkdownIt("commonmark").enable("table").render(markdown)
-        html = html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-        for path in sorted((self.folder / "figures").glob("*.svg")):
-            data = base64.b64encode(path.read_bytes()).decode()
-            html = html.replace(f'src="figures/{path.name}"', f'src="data:image/svg+xml;base64,{data}"')
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{CSS}</style>'
-        head += "<title>minillava report</title>"
-        page = f'<!doctype html><html lang="en"><head>{head}</head><body>{html}</body></html>'
-        (self.folder / "report.html").write_text(page)
-        return self.folder / "report.html"
-
-    def runs(self, runs: Iterable[dict], columns: dict[str, Callable[[dict], object]]) -> None:
-        """One row per run: arm, seed and rate, then the columns."""
-        columns = {"arm": lambda run: run["arm"], "seed": lambda run: str(run["seed"]), "rate": rate_label} | columns
-        self.table(columns, ([column(run) for column in columns.values()] for run in runs))
-
-
-Section = Callable[[Report, dict], None]
-
-
-def number(value: object) -> str:
-    if value is None or value != value:  # a NaN is the only value that differs from itself
-        return "–"
-    if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)
+Section = Callable[[Page, dict], None]
 
 
 def write_report(results: dict, folder: Path, sections: Sequence[Section] | None = None) -> Path:
     """Write `report.md`, `report.html` and `figures/` into a folder; returns the path of the HTML file."""
-    report = Report(folder)
+    page = Page(folder)
     for section in sections or SECTIONS:
-        section(report, results)
-    return report.write()
+        section(page, results)
+    return page.write()
+
+
+def run_table(page: Page, runs: Iterable[dict], columns: dict[str, Callable[[dict], object]]) -> None:
+    """One row per run: arm, seed and rate, then the columns."""
+    columns = {"arm": lambda run: run["arm"], "seed": lambda run: str(run["seed"]), "rate": rate_label} | columns
+    page.table(columns, ([column(run) for column in columns.values()] for run in runs))
 
 
 def shown(results: dict) -> list[dict]:
@@ -128,10 +71,10 @@ def by_arm(runs: list[dict]) -> dict[str, list[dict]]:
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
-def opening(report: Report, results: dict) -> None:
+def opening(page: Page, results: dict) -> None:
     preset, where = results["preset"], results["machine"]
     kinds = ", ".join(kind.replace("_", " ") for kind in dict.fromkeys(preset["world"]["kinds"]))
-    report.text(
+    page.text(
         f"# minillava, preset `{preset['name']}`",
         summary(results),
         f"{len(results['runs'])} runs of {len(preset['variants'])} variants with {len(preset['seeds'])} seed(s), "
@@ -141,18 +84,18 @@ def opening(report: Report, results: dict) -> None:
     )
 
 
-def towers(report: Report, results: dict) -> None:
+def towers(page: Page, results: dict) -> None:
     rows = []
     for row in results["towers"]:
         name = "vision tower" if row["tower"] == "vision" else "language model" + (", Post-Norm" * row["post_norm"])
         cells = row.get("cell_accuracy", {}).get("both")
         rows.append((name, str(row["seed"]), cells, row.get("words"), row.get("text"), f"{row['seconds']:.0f}"))
-    report.text("## The towers, before anything is put together")
-    report.table(("tower", "seed", "cells named rightly", "questions about words", "tested text-only", "seconds"), rows)
+    page.text("## The towers, before anything is put together")
+    page.table(("tower", "seed", "cells named rightly", "questions about words", "tested text-only", "seconds"), rows)
 
 
-def interface(report: Report, results: dict) -> None:
-    report.text(
+def interface(page: Page, results: dict) -> None:
+    page.text(
         "## RQ1 and RQ2: how loud are visual tokens at the interface?",
         "Mean L2 norms, after stage 2 unless the column says otherwise; T is the mean norm of the vocabulary.",
     )
@@ -166,15 +109,16 @@ def interface(report: Report, results: dict) -> None:
         "T": lambda run: run["interface_end"]["vocabulary"]["mean"],
         "visual / text": lambda run: run["interface_end"]["ratio_text"],
     }
-    report.runs(shown(results), columns)
+    run_table(page, shown(results), columns)
 
 
-def cosines(report: Report, results: dict) -> None:
-    report.text("## RQ3: how fast do tokens turn?")
-    report.figure("norms", figures.plot_norms(traces(results)), "Norms of the residual stream against depth.")
+def cosines(page: Page, results: dict) -> None:
+    page.text("## RQ3: how fast do tokens turn?")
+    page.figure("norms", figures.plot_norms(traces(results)), "Norms of the residual stream against depth.")
     says = "Cosine between a token's states before and after each layer; 1 is a token that did not turn."
-    report.figure("cosines", figures.plot_cosines(traces(results)), says)
-    report.runs(
+    page.figure("cosines", figures.plot_cosines(traces(results)), says)
+    run_table(
+        page,
         shown(results),
         {
             "visual, layer 1": lambda run: run["cosine_visual"][0],
@@ -186,24 +130,25 @@ def cosines(report: Report, results: dict) -> None:
         },
     )
     worst = max(run["trace"]["formula_error"]["turn"] for run in shown(results))
-    report.text(
+    page.text(
         "Told each token's own n, C and φ, the formula of one step (claim R1) misses no measured turn by more than "
         f"{worst:.1e} rad. The paper's assumptions, one C and one φ for both modalities, are audited here:"
     )
     first = shown(results)[0]
     trace = to_trace(first["trace"])
     says = "Measured turn of each branch against theory: told everything, told means, told means that both share"
-    report.figure("predictions", figures.plot_predictions(trace), f"{says} (arm {first['arm']}).")
+    page.figure("predictions", figures.plot_predictions(trace), f"{says} (arm {first['arm']}).")
     says = "Update sizes C and angles φ: are they the same for both modalities, as A1 and A2 assume?"
-    report.figure("steps", figures.plot_steps(trace), f"{says} (arm {first['arm']}).")
+    page.figure("steps", figures.plot_steps(trace), f"{says} (arm {first['arm']}).")
 
 
-def discrete(report: Report, results: dict) -> None:
+def discrete(page: Page, results: dict) -> None:
     drawn = {run["arm"]: run for run in shown(results)}
     if not {"discrete", "base"} <= drawn.keys():
         return
-    report.text("## RQ4: is it discreteness, or is it size?")
-    report.runs(
+    page.text("## RQ4: is it discreteness, or is it size?")
+    run_table(
+        page,
         [run for arm, run in drawn.items() if arm in ("base", "discrete", "aligned")],
         {
             "visual norm": lambda run: run["interface_end"]["visual"]["mean"],
@@ -212,7 +157,7 @@ def discrete(report: Report, results: dict) -> None:
             "visual questions": lambda run: run["visual_accuracy"],
         },
     )
-    report.text(
+    page.text(
         "The discrete arm's words began at the norm of the base arm's visual tokens. It now enters at "
         f"{drawn['discrete']['interface_end']['visual']['mean']:.1f} "
         f"(base: {drawn['base']['interface_end']['visual']['mean']:.1f}), and the first layer leaves its tokens "
@@ -220,12 +165,13 @@ def discrete(report: Report, results: dict) -> None:
     )
 
 
-def accuracy(report: Report, results: dict) -> None:
-    report.text("## Do aligned models learn better?")
+def accuracy(page: Page, results: dict) -> None:
+    page.text("## Do aligned models learn better?")
     says = "Accuracy on part of the selection split against steps of stage 2 (dotted: 95 %)."
-    report.figure("accuracy", curves.plot_accuracy(results["runs"]), says)
-    report.text("Exact answers on the test split, with the 95 % interval of the questions (not of the seeds):")
-    report.runs(
+    page.figure("accuracy", curves.plot_accuracy(results["runs"]), says)
+    page.text("Exact answers on the test split, with the 95 % interval of the questions (not of the seeds):")
+    run_table(
+        page,
         results["runs"],
         {
             "visual questions": lambda run: interval(run["visual_accuracy_by_kind"]["all"]),
@@ -234,15 +180,14 @@ def accuracy(report: Report, results: dict) -> None:
             "tested text-only": lambda run: run["text_accuracy_after"],
         },
     )
-    differences(report, results)
-    report.text(
-        "The paper's results for the same arms, to compare signs with, not values (average of benchmarks, MMLU):"
-    )
+    differences(page, results)
+    page.text("The paper's results for the same arms, to compare signs with, not values (average of benchmarks, MMLU):")
     paper = [(name, f"{average:.2f}", f"{mmlu:.2f}") for name, average, mmlu in PAPER_TABLE]
-    report.table(("backbone and arm", "average", "MMLU"), paper)
+    page.table(("backbone and arm", "average", "MMLU"), paper)
     kinds = [kind for kind in results["runs"][0]["visual_accuracy_by_kind"] if kind != "all"]
-    report.text("By kind of question:")
-    report.runs(
+    page.text("By kind of question:")
+    run_table(
+        page,
         results["runs"],
         {
             kind.replace("_", " "): lambda run, kind=kind: run["visual_accuracy_by_kind"][kind]["accuracy"]  # type: ignore[misc]
@@ -250,9 +195,7 @@ def accuracy(report: Report, results: dict) -> None:
         },
     )
     if results["rates"]:
-        report.text(
-            "Learning rates of lowest loss on the selection split; 'inside' says whether the grid went further:"
-        )
+        page.text("Learning rates of lowest loss on the selection split; 'inside' says whether the grid went further:")
         rows = [
             (
                 arm,
@@ -263,14 +206,14 @@ def accuracy(report: Report, results: dict) -> None:
             )
             for arm, r in results["rates"].items()
         ]
-        report.table(("arm", "stage 1", "inside", "stage 2", "inside"), rows)
+        page.table(("arm", "stage 1", "inside", "stage 2", "inside"), rows)
 
 
 def interval(share: dict) -> str:
     return f"{share['accuracy']:.3f} [{share['low']:.3f}, {share['high']:.3f}]"
 
 
-def differences(report: Report, results: dict) -> None:
+def differences(page: Page, results: dict) -> None:
     """Paired differences to the base arm, with intervals over seeds."""
     runs, arms = results["runs"], by_arm(results["runs"])
     if "base" not in arms or len(arms) < 2:
@@ -280,15 +223,16 @@ def differences(report: Report, results: dict) -> None:
         if arm != "base":
             table = {key: paired(runs, arm, "base", key) for key in MEASURES}
             rows += [(arm, rate, *(str(table[key][rate]) for key in MEASURES)) for rate in table["visual_accuracy"]]
-    report.text("Paired differences to `base`, mean over seeds [95 % interval of that mean]:")
-    report.table(("arm − base", "rate", *(words for words, _ in MEASURES.values())), rows)
+    page.text("Paired differences to `base`, mean over seeds [95 % interval of that mean]:")
+    page.table(("arm − base", "rate", *(words for words, _ in MEASURES.values())), rows)
 
 
-def captions(report: Report, results: dict) -> None:
-    report.text("## Stage 1 beside stage 2")
+def captions(page: Page, results: dict) -> None:
+    page.text("## Stage 1 beside stage 2")
     says = "Caption loss after stage 1 beside accuracy after stage 2: do they rank the arms alike?"
-    report.figure("stage1", curves.plot_stage1(results["runs"]), says)
-    report.runs(
+    page.figure("stage1", curves.plot_stage1(results["runs"]), says)
+    run_table(
+        page,
         results["runs"],
         {
             "caption loss, stage 1": lambda run: run["stage1_caption_loss"],
@@ -298,16 +242,16 @@ def captions(report: Report, results: dict) -> None:
     )
 
 
-def gain(report: Report, results: dict) -> None:
+def gain(page: Page, results: dict) -> None:
     with_gain = [run for run in results["runs"] if run["gain_end"]]
     upstream = ", ".join(
         f"{arm} {runs[0]['stage1_rows'][0]['grad_norm_upstream']:.3g}" for arm, runs in by_arm(results["runs"]).items()
     )
-    report.text("## The gain: does its initialisation matter, and does alignment stay?")
-    report.text(f"Gradient into the projector at the first step of stage 1: {upstream}.")
+    page.text("## The gain: does its initialisation matter, and does alignment stay?")
+    page.text(f"Gradient into the projector at the first step of stage 1: {upstream}.")
     if not with_gain:
         return
-    report.figure("gain", curves.plot_gain(with_gain), "Mean |gain| through both stages.")
+    page.figure("gain", curves.plot_gain(with_gain), "Mean |gain| through both stages.")
     rows: list[tuple] = []
     for arm, runs in by_arm(with_gain).items():
         start, first, end = runs[0]["stage1_rows"][0], runs[0]["gain_after_stage1"], runs[-1]["gain_end"]
@@ -315,12 +259,13 @@ def gain(report: Report, results: dict) -> None:
         rows.append((arm, *values))
     rows += [("paper, gain 1 at start", None, "0.9609", "53.25", None, None)]
     rows += [("paper, targeted", None, "0.0400", "2.2812", None, None)]
-    report.table(("arm", "mean |g|, step 1", "mean |g|, stage 1", "‖g‖, stage 1", "mean |g|, end", "‖g‖, end"), rows)
+    page.table(("arm", "mean |g|, step 1", "mean |g|, stage 1", "‖g‖, stage 1", "mean |g|, end", "‖g‖, end"), rows)
 
 
-def looking(report: Report, results: dict) -> None:
-    report.text("## Does it look? The same questions with the image blanked, and with another scene's image")
-    report.runs(
+def looking(page: Page, results: dict) -> None:
+    page.text("## Does it look? The same questions with the image blanked, and with another scene's image")
+    run_table(
+        page,
         results["runs"],
         {
             "its image": lambda run: run["visual_accuracy"],
@@ -330,8 +275,8 @@ def looking(report: Report, results: dict) -> None:
     )
 
 
-def attention(report: Report, results: dict) -> None:
-    report.text("## Attention: where answers look, and what the visual norm does to the signal")
+def attention(page: Page, results: dict) -> None:
+    page.text("## Attention: where answers look, and what the visual norm does to the signal")
     preset = preset_from_json(json.dumps(results["preset"]))
     pictures = build_split(preset.world, "test", min(preset.seeds) if preset.pretrain_seeds else 0).pixels
     drawn = shown(results)
@@ -339,29 +284,31 @@ def attention(report: Report, results: dict) -> None:
         asked = zip(run["map_questions"], run["map_answers"], strict=True)
         lines = [f"{question.removeprefix('<image> ')} {given} (truth: {truth})" for (question, truth), given in asked]
         maps = figures.plot_attention_maps(np.array(run["maps"]), pictures[: len(lines)], lines)
-        report.figure(f"maps-{run['arm']}", maps, f"Attention of the answering token on the image, arm {run['arm']}.")
+        page.figure(f"maps-{run['arm']}", maps, f"Attention of the answering token on the image, arm {run['arm']}.")
         signal = {key: np.array(v, dtype=float) if isinstance(v, list) else v for key, v in run["signal"].items()}
         says = "Signal of relevant against irrelevant keys when visual tokens are scaled as they enter"
-        report.figure(f"signal-{run['arm']}", figures.plot_signal(signal), f"{says} (arm {run['arm']}).")
+        page.figure(f"signal-{run['arm']}", figures.plot_signal(signal), f"{says} (arm {run['arm']}).")
     content = {run["arm"]: run["content"] | {"accuracy": np.array(run["content"]["accuracy"])} for run in drawn}
     says = "What a linear probe reads off visual tokens about their own cell: is a slow token semantically slow?"
-    report.figure("content", figures.plot_content(content), says)
+    page.figure("content", figures.plot_content(content), says)
     even = drawn[0]["attention_mass"]["uniform"]
-    report.text(f"Share of text's attention that goes to the image, by layer (even attention would give {even:.2f}):")
+    page.text(f"Share of text's attention that goes to the image, by layer (even attention would give {even:.2f}):")
     layers = range(len(drawn[0]["attention_mass"]["mass"]))
-    report.runs(
+    run_table(
+        page,
         drawn,
         {f"layer {i + 1}": lambda run, i=i: run["attention_mass"]["mass"][i] for i in layers},  # type: ignore[misc]
     )
 
 
-def forgetting(report: Report, results: dict) -> None:
-    report.text(
+def forgetting(page: Page, results: dict) -> None:
+    page.text(
         "## Forgetting",
         "Accuracy on text before and after both stages. The text-only questions that are tested were learnt in "
         "pretraining and never replayed; questions about scenes in words are of kinds that were.",
     )
-    report.runs(
+    run_table(
+        page,
         results["runs"],
         {
             "text-only, before": lambda run: run["text_accuracy_before"],
@@ -372,14 +319,15 @@ def forgetting(report: Report, results: dict) -> None:
     )
 
 
-def post_norm(report: Report, results: dict) -> None:
+def post_norm(page: Page, results: dict) -> None:
     drawn = {run["arm"]: run for run in shown(results) if run["arm"] in ("base", "post-norm")}
     if len(drawn) < 2:
         return
-    report.text("## The Post-Norm control")
+    page.text("## The Post-Norm control")
     figure = figures.plot_cosines({arm: to_trace(run["trace"]) for arm, run in drawn.items()})
-    report.figure("post-norm", figure, "If Pre-Norm is the cause, visual tokens of the Post-Norm model turn like text.")
-    report.runs(
+    page.figure("post-norm", figure, "If Pre-Norm is the cause, visual tokens of the Post-Norm model turn like text.")
+    run_table(
+        page,
         drawn.values(),
         {
             "visual / text norm at the input": lambda run: run["norm_visual"][0] / run["norm_text"][0],
@@ -389,9 +337,9 @@ def post_norm(report: Report, results: dict) -> None:
     )
 
 
-def settings(report: Report, results: dict) -> None:
+def settings(page: Page, results: dict) -> None:
     everything = json.dumps(results["preset"] | {"machine": results["machine"]}, indent=1)
-    report.text("## Settings", "Everything that was set, seeds included:", f"```json\n{everything}\n```")
+    page.text("## Settings", "Everything that was set, seeds included:", f"```json\n{everything}\n```")
 
 
 def readme_table(results: dict) -> str:

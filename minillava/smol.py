@@ -37,6 +37,7 @@ from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.llava_json import load_pixels, read_folder
 from minillava.lm import LM
 from minillava.objectives import logits_of, next_token_loss
+from minillava.page import Page
 from minillava.pretrained import find_file, lm_from_gguf, vit_from_dinov2
 from minillava.reproduce import machine, save_results
 from minillava.tokenizer import IGNORE, IMAGE_MARK
@@ -327,7 +328,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
 # The report -----------------------------------------------------------------------------------------------------------
 
 
-def opening(page: report.Report, results: dict) -> None:
+def opening(page: Page, results: dict) -> None:
     first, second = results["runs"][0]["samples"]
     smoke = results["machine"]["device"] == "cpu"
     page.text(
@@ -338,7 +339,7 @@ def opening(page: report.Report, results: dict) -> None:
     )
 
 
-def towers(page: report.Report, results: dict) -> None:
+def towers(page: Page, results: dict) -> None:
     norms = results["norms"]
     page.text(
         "## The towers' own norms (RQ1), and fresh projectors (RQ2)",
@@ -352,7 +353,7 @@ def towers(page: report.Report, results: dict) -> None:
     page.table(("projector", "norm", "/ T"), rows)
 
 
-def measures(page: report.Report, results: dict) -> None:
+def measures(page: Page, results: dict) -> None:
     page.text(
         "## Before, between and after",
         "Held-out pictures: nats per caption token, and whether a picture's caption is found among "

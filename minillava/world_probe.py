@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minillava import figures, probe, style
+from minillava.attention import attention_mass
 from minillava.checkpoint import load_model
 from minillava.data import Pool
 from minillava.world import WorldConfig, build_split, visual_questions
@@ -37,7 +38,7 @@ def probe_world(path: Path, images: int, out: Path | None, attention: bool, cons
     console.print(table)
     figures.show(trace, console)
     if attention:
-        result["attention"] = probe.attention_mass(model, batches)
+        result["attention"] = attention_mass(model, batches)
         mass = ", ".join(f"{value:.3f}" for value in result["attention"]["mass"])
         console.print(f"attention of text on the image, by layer: {mass} (even: {result['attention']['uniform']:.3f})")
     if out is not None:

@@ -17,8 +17,9 @@ from rich.console import Console
 from scipy import stats
 
 from minillava.compare import MEASURES, difference, paired, summary
+from minillava.page import number
 from minillava.presets import tiny
-from minillava.report import number, summary_table, write_report
+from minillava.report import summary_table, write_report
 from minillava.reproduce import reproduce
 from minillava.world import WorldConfig
 

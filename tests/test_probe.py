@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillava import probe
+from minillava import attention, content, probe
 from minillava.data import IGNORE, Batch
 from minillava.llava import LLaVAConfig, MiniLLaVA
 from minillava.lm import LMConfig, build_mask
@@ -245,7 +245,7 @@ def test_padding_and_text_only_rows_do_not_count():
     expected, found = probe.trace(model, batch), probe.trace(model, [mixed, words])
     assert expected.tokens == found.tokens == {"visual": 12, "text": 27}
     assert_same_numbers(expected.data, found.data)
-    assert_same_numbers(probe.attention_mass(model, batch), probe.attention_mass(model, [mixed, words]))
+    assert_same_numbers(attention.attention_mass(model, batch), attention.attention_mass(model, [mixed, words]))
     assert_same_numbers(probe.interface_norms(model, batch), probe.interface_norms(model, [mixed, words]))
 
 
@@ -260,9 +260,9 @@ def test_packed_documents_count_like_separate_rows():
         pixels=batch.pixels,
     )
     assert_same_numbers(probe.trace(model, batch).data, probe.trace(model, packed).data)
-    assert_same_numbers(probe.attention_mass(model, batch), probe.attention_mass(model, packed))
+    assert_same_numbers(attention.attention_mass(model, batch), attention.attention_mass(model, packed))
     np.testing.assert_allclose(
-        probe.attention_map(model, batch)["maps"], probe.attention_map(model, packed)["maps"], atol=1e-6
+        attention.attention_map(model, batch)["maps"], attention.attention_map(model, packed)["maps"], atol=1e-6
     )
 
 
@@ -271,7 +271,7 @@ def test_batches_add_up():
     expected, found = probe.trace(model, join(*batches)), probe.trace(model, batches)
     assert expected.tokens == found.tokens
     assert_same_numbers(expected.data, found.data)
-    assert_same_numbers(probe.attention_mass(model, join(*batches)), probe.attention_mass(model, batches))
+    assert_same_numbers(attention.attention_mass(model, join(*batches)), attention.attention_mass(model, batches))
     assert_same_numbers(probe.interface_norms(model, join(*batches)), probe.interface_norms(model, batches))
 
 
@@ -315,8 +315,8 @@ def test_what_cannot_be_measured_is_refused():
     words = Batch(torch.full((2, 5), 9), torch.full((2, 5), IGNORE), torch.ones(2, 5).long())
     refusals = {
         probe.trace: "no visual token in any batch",
-        probe.attention_mass: "no text token comes after an image",
-        probe.visual_states: "no batch holds an image",
+        attention.attention_mass: "no text token comes after an image",
+        content.visual_states: "no batch holds an image",
         probe.interface_norms: "no batch holds an image",
     }
     for measure, message in refusals.items():
@@ -342,7 +342,7 @@ def test_recomputed_attention_is_the_models():
     seen = probe.observe(model, batch)
     _, calls = hooked(model, batch)
     for layer, (x, out), q, k in zip(model.lm.layers, calls[::2], seen.queries, seen.keys, strict=True):
-        weights = probe.attention(q, k, seen.mask)[1]  # (B, nh, T, T)
+        weights = attention.attention(q, k, seen.mask)[1]  # (B, nh, T, T)
         v = layer.self_attn.v_proj(x).unflatten(-1, (2, 8)).transpose(1, 2).repeat_interleave(2, dim=1)
         mixed = layer.self_attn.o_proj((weights @ v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(mixed, out, rtol=1e-4, atol=1e-6)
@@ -360,37 +360,37 @@ def test_attention_mass_by_loops():
                 for head in range(4):
                     scores = seen.keys[i][b, head // 2, : t + 1] @ seen.queries[i][b, head, t] / math.sqrt(8)
                     total[i] += scores.softmax(0)[2:6].sum().item() / 4
-    found = probe.attention_mass(model, batch)
+    found = attention.attention_mass(model, batch)
     np.testing.assert_allclose(found["mass"], total / queries, rtol=1e-5)
     assert found["uniform"] == pytest.approx(uniform / queries, rel=1e-6) and found["queries"] == queries
 
 
 def test_attention_map_looks_from_where_the_answer_is_decided():
     model, batch = build_model(), build_batch()
-    seen, found = probe.observe(model, batch), probe.attention_map(model, batch)
+    seen, found = probe.observe(model, batch), attention.attention_map(model, batch)
     assert found["maps"].shape == (3, 3, 2, 2) and found["positions"].tolist() == [10, 10, 10]
-    weights = probe.attention(seen.queries[1], seen.keys[1], seen.mask)[1]
+    weights = attention.attention(seen.queries[1], seen.keys[1], seen.mask)[1]
     by_hand = weights[:, :, 10, 2:6].mean(1).reshape(3, 2, 2)  # row-major: the first two tokens are the upper row
     np.testing.assert_allclose(found["maps"][:, 1], by_hand, atol=1e-6)
-    elsewhere = probe.attention_map(model, batch, positions=torch.tensor([6, 8, 9]))["maps"]
+    elsewhere = attention.attention_map(model, batch, positions=torch.tensor([6, 8, 9]))["maps"]
     np.testing.assert_allclose(elsewhere[1, 1], weights[1, :, 8, 2:6].mean(0).reshape(2, 2), atol=1e-6)
 
 
 def test_a_prompt_without_an_answer_asks_at_its_last_token():
     batch = build_batch()
     batch.labels[:] = IGNORE
-    assert probe.asking_positions(batch).tolist() == [13, 12, 11]
+    assert attention.asking_positions(batch).tolist() == [13, 12, 11]
 
 
 def test_attention_map_refuses_rows_it_cannot_map():
     model, batch = build_model(), build_batch()
     with pytest.raises(ValueError, match=r"same number of visual tokens, > 0; got \[2, 4, 4\]"):
-        probe.attention_map(model, batch, positions=torch.tensor([3, 8, 9]))
+        attention.attention_map(model, batch, positions=torch.tensor([3, 8, 9]))
     for positions in ([8, 8, 14], [8, -1, 8], [8, 8]):
         with pytest.raises(ValueError, match="positions must be 3 numbers from 0 to 13, one a row"):
-            probe.attention_map(model, batch, positions=torch.tensor(positions))
+            attention.attention_map(model, batch, positions=torch.tensor(positions))
     with pytest.raises(ValueError, match="2 visual tokens are not one square image"):
-        probe.attention_map(model, batch, positions=torch.tensor([3, 3, 3]))
+        attention.attention_map(model, batch, positions=torch.tensor([3, 3, 3]))
 
 
 # Signal --------------------------------------------------------------------------------------------------------------
@@ -400,7 +400,10 @@ RELEVANT = torch.tensor([[True, False, False, False], [False, True, True, False]
 
 def test_signal_by_loops():
     model, batch = build_model(), build_batch()
-    seen, found = probe.observe(model, batch, visual_scale=0.5), probe.signal(model, batch, RELEVANT, scales=[1, 0.5])
+    seen, found = (
+        probe.observe(model, batch, visual_scale=0.5),
+        attention.signal(model, batch, RELEVANT, scales=[1, 0.5]),
+    )
     expected = {key: np.zeros(3) for key in ("difference", "standardised", "mass")}
     best = np.zeros((3, 4))
     for i in range(3):
@@ -425,7 +428,7 @@ def test_signal_by_loops():
 
 def test_signal_of_the_first_layer_cannot_depend_on_the_visual_norm():
     """S1: its queries and keys see directions only. Deeper layers do depend on it."""
-    found = probe.signal(build_model(eps=0.0), build_batch(), RELEVANT, scales=[0.25, 1, 8])
+    found = attention.signal(build_model(eps=0.0), build_batch(), RELEVANT, scales=[0.25, 1, 8])
     np.testing.assert_allclose(found["norm_visual"] / found["norm_visual"][1], [0.25, 1, 8], rtol=1e-6)
     for key in ("difference", "standardised", "standardised_best", "mass"):
         assert len(set(found[key][:, 0])) == 1 and len(set(found[key][:, 1])) == 3
@@ -434,13 +437,13 @@ def test_signal_of_the_first_layer_cannot_depend_on_the_visual_norm():
 def test_signal_refuses_a_mask_that_leaves_nothing_to_compare():
     model, batch = build_model(), build_batch()
     with pytest.raises(ValueError, match="row 1 needs at least 1 relevant and 2 irrelevant"):
-        probe.signal(
+        attention.signal(
             model,
             batch,
             torch.tensor([[True, False, False, False], [True, True, True, False], [True] * 2 + [False] * 2]),
         )
     with pytest.raises(ValueError, match=r"relevant must be booleans \(3, 4\), got torch.bool \(3, 5\)"):
-        probe.signal(model, batch, torch.ones(3, 5, dtype=torch.bool))
+        attention.signal(model, batch, torch.ones(3, 5, dtype=torch.bool))
 
 
 # Content -------------------------------------------------------------------------------------------------------------
@@ -454,13 +457,13 @@ def test_content_probe_reads_what_is_there():
     told = noise + 6 * torch.randn(5, 12, generator=generator)[cells]
     faint = noise + torch.randn(5, 12, generator=generator)[cells]  # a probe can tell some of it
     uneven = faint * 2.0 ** torch.arange(-18, 6, 2)
-    found = probe.content_probe([told, noise, faint, uneven], cells)
+    found = content.content_probe([told, noise, faint, uneven], cells)
     assert found["accuracy"][0] > 0.97 and abs(found["accuracy"][1] - 0.2) < 0.12
     assert found["accuracy"][2] == found["accuracy"][3] < 0.97
     assert found["tokens"] == 160
     rare = torch.zeros(80, N, dtype=torch.long)
     rare[:, 0] = 1
-    assert probe.content_probe([noise], rare)["chance"] == 0.75
+    assert content.content_probe([noise], rare)["chance"] == 0.75
 
 
 def test_content_probe_holds_out_whole_images():
@@ -468,23 +471,23 @@ def test_content_probe_holds_out_whole_images():
     generator = torch.Generator().manual_seed(0)
     marks = torch.randn(60, 1, 200, generator=generator).expand(60, N, 200)
     cells = torch.randint(0, 2, (60, 1), generator=generator).expand(60, N)
-    assert probe.content_probe([marks], cells)["accuracy"][0] < 0.75
+    assert content.content_probe([marks], cells)["accuracy"][0] < 0.75
 
 
 def test_content_probe_leaves_out_tokens_without_a_class():
     generator = torch.Generator().manual_seed(0)
     states, cells = torch.randn(20, N, 6, generator=generator), torch.randint(0, 2, (20, N), generator=generator)
     cells[:, 1:3] = -1
-    assert probe.content_probe([states], cells)["tokens"] == 20
+    assert content.content_probe([states], cells)["tokens"] == 20
     with pytest.raises(ValueError, match="must share"):
-        probe.content_probe([states], cells[:, :2])
+        content.content_probe([states], cells[:, :2])
     with pytest.raises(ValueError, match="leave no token"):
-        probe.content_probe([states], cells, test_fraction=0.0)
+        content.content_probe([states], cells, test_fraction=0.0)
 
 
 def test_visual_states_are_images_of_every_layer():
     model, batches = build_model(), [build_batch(0), build_batch(1)]
-    states = probe.visual_states(model, batches)
+    states = content.visual_states(model, batches)
     assert [tuple(layer.shape) for layer in states] == [(6, N, 32)] * 4
     torch.testing.assert_close(states[0][3:], model.visual_tokens(**batches[1].images()).detach())
     seen = probe.observe(model, batches[0])

@@ -18,11 +18,11 @@ from reader import GREY, Picture, quote
 import minillava
 import theory
 from minillava import scenes, world
+from minillava.attention import attention_map, signal
 from minillava.checkpoint import load_model
 from minillava.data import Pool
 from minillava.experiment import encode
 from minillava.figures import plot_attention_maps
-from minillava.probe import attention_map, signal
 from minillava.style import ARM_COLOURS, ARM_MARKERS, MODALITY_COLOURS, MODALITY_MARKERS, canvas, in_style
 
 # %% [markdown]
