@@ -44,7 +44,8 @@ class Asked:
 
 
 def gather(image: Path | None, prompt: str, questions: Path | None, limit: int) -> Asked:
-    """Find the pictures (a file, or at most `limit` of a folder, in order of name) and the questions (a line each).
+    """Find the pictures (a file, or at most `limit` of a folder and those in it, in
+    order of name) and the questions (a line each).
 
     Raises ValueError for a path that is not there, a folder without pictures and a file without questions.
     """
@@ -54,7 +55,7 @@ def gather(image: Path | None, prompt: str, questions: Path | None, limit: int) 
         raise ValueError(f"--image {image}: no such file or folder")
     pictures = [image]
     if image.is_dir():
-        pictures = sorted(path for path in image.iterdir() if path.suffix.lower() in PICTURES)[:limit]
+        pictures = sorted(path for path in image.rglob("*") if path.suffix.lower() in PICTURES)[:limit]
         if not pictures:
             raise ValueError(f"--image {image}: no picture in it ({', '.join(sorted(PICTURES))})")
     lines = [prompt]

@@ -398,7 +398,9 @@ def test_bad_input_is_one_line(folders, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             hf_probe.gather(*arguments)
-    assert len(hf_probe.gather(tmp_path, "q", None, 1).pictures) == 1
+    picture().save(tmp_path / "empty" / "b.PNG")
+    found = [len(hf_probe.gather(tmp_path, "q", None, limit).pictures) for limit in (1, 3)]
+    assert found == [1, 2]  # folders in it are looked into
     for word in ("loud", "0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="a positive number or norm-matched"):
             interventions.read_scales([word], 4.0, 1.0)
