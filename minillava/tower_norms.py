@@ -126,8 +126,8 @@ def load_lm(name: str | None) -> LM:
 
 
 def pictures_in(path: Path, limit: int) -> list[Path]:
-    """A picture, or the first `limit` of a folder. ValueError if there is none."""
-    found = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.suffix.lower() in FORMATS)
+    """A picture, or the first `limit` of a folder and those in it. ValueError if there is none."""
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in FORMATS)
     if not found:
         raise ValueError(f"--image {path}: no PNG or JPEG there")
     return found[:limit]

@@ -1,6 +1,7 @@
 """Norms of towers from elsewhere, on tiny ones: against norms computed by hand, and what the command refuses."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def test_the_command_prints_and_writes_and_refuses_in_one_line(towers, tmp_path,
     assert run("--image", picture, "--out", tmp_path / "norms.json") == 0
     assert "patches after block 3" in capsys.readouterr().out
     assert json.loads((tmp_path / "norms.json").read_text())["pictures"] == 1
+    (tmp_path / "photos" / "of a day").mkdir(parents=True)
+    shutil.copy(picture, tmp_path / "photos" / "of a day")
+    assert run("--image", tmp_path / "photos") == 0
+    capsys.readouterr()
     assert run("--image", tmp_path / "nowhere") == 1
     assert "no PNG or JPEG there" in capsys.readouterr().err
 
