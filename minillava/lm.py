@@ -139,7 +139,8 @@ class Attention(nn.Module):
         q, k = rotate(torch.cat([q, k], dim=1), rotary).split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, kv, S, hs)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, nh, T, hs)
+        grouped = self.kv_heads < self.heads  # not said of groups of one: no fused GPU kernel takes it beside a mask
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # (B, nh, T, hs)
         return self.o_proj(mixed.transpose(1, 2).reshape(B, T, -1)), q, k
 
 
