@@ -299,7 +299,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
     results: dict = {"preset": preset, "runs": []}
     if (out / "results.json").is_file():
         results = json.loads((out / "results.json").read_text())
-    if results["preset"] != preset:
+    if results.get("preset") != preset:
         raise ValueError(f"--out {out}: results.json there is of other data or settings; name another folder")
     runs: list[dict] = results["runs"]
     done = {(run["arm"], run["seed"]) for run in runs}
