@@ -299,7 +299,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
     results: dict = {"preset": preset, "runs": []}
     if (out / "results.json").is_file():
         results = json.loads((out / "results.json").read_text())
-    if results.get("preset") != preset:
+    if {key: results.get("preset", {}).get(key) for key in preset} != preset:
         raise ValueError(f"--out {out}: results.json there is of other data or settings; name another folder")
     runs: list[dict] = results["runs"]
     done = {(run["arm"], run["seed"]) for run in runs}
@@ -311,7 +311,7 @@ def reproduce(data: Path, out: Path, arms: tuple[str, ...], seeds: int, device: 
             runs.append(run_arm(parts, sizes, arm, seed, folder, device))
             results = {
                 "format": 1,
-                "preset": preset,
+                "preset": preset | {"seeds": sorted({run["seed"] for run in runs})},
                 "machine": machine(device, 1),
                 "norms": parts.norms,
                 "runs": runs,

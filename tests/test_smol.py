@@ -144,6 +144,7 @@ def test_a_finished_arm_is_not_trained_again(reproduce, tmp_path):
 
     first = finished("base")
     both = finished("base", "gwc")
+    assert json.loads((tmp_path / "results.json").read_text())["preset"]["seeds"] == [0]
     assert both[:1] == first and both[1]["arm"] == "gwc"
     assert finished("gwc") == both  # base is not asked for, and stays
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
